@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -173,3 +175,67 @@ def test_closed_streams_are_no_error(warmed: Trims) -> None:
                 check=False,
             )
             assert (done.returncode, done.stderr) == (Exit.OK, "")
+
+
+MEASURED = """
+from trims_shim.batching.staged import StagedModel
+from trims_shim.ensemble import Member
+
+print("imported")
+
+def double(batch):
+    print("called")
+    return [2 * each for each in batch]
+
+def load(device):
+    print("loaded")
+    return double
+
+def members():
+    return [Member("a", load)]
+
+def item():
+    return 3
+
+stages = StagedModel([double], name="stages")
+"""
+
+
+MEASURING = [
+    ("batch", "profile", "measured:double", "--item=measured:item", "--max-batch-size=2"),
+    ("stage", "profile", "measured:stages", "--item=measured:item", "--max-batch-size=2"),
+    ("plan", "ensemble", "measured:members", "--item=measured:item", "--batch-sizes=2"),
+]
+
+
+@pytest.mark.parametrize("words", MEASURING, ids=lambda words: " ".join(words[:2]))
+def test_progress_that_nobody_reads_stops_no_work(
+    words: tuple[str, ...], trims: Trims, tmp_path: Path
+) -> None:
+    (tmp_path / "measured.py").write_text(MEASURED.replace("print", "repr"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trims_shim", *words, "-o", "saved.json"],
+        cwd=tmp_path,
+        env=trims.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    process.stderr.close()
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.read()
+    assert process.returncode == Exit.OK
+    assert (tmp_path / "saved.json").exists()
+
+
+@pytest.mark.parametrize("words", MEASURING, ids=lambda words: " ".join(words[:2]))
+def test_what_is_measured_prints_into_no_data(
+    words: tuple[str, ...], trims: Trims, tmp_path: Path
+) -> None:
+    (tmp_path / "measured.py").write_text(MEASURED)
+    done = trims(*words, "--json", cwd=tmp_path)
+    assert done.returncode == Exit.OK, done.stderr
+    assert json.loads(done.stdout)
+    assert "imported" in done.stderr
+    assert "called" in done.stderr

@@ -122,9 +122,12 @@ def test_what_cannot_be(
     assert message in capsys.readouterr().err
 
 
-def test_a_file_needs_no_samples(problem: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(str(problem), "--shape", "3") == Exit.USAGE
-    assert "was measured" in capsys.readouterr().err
+def test_a_file_needs_neither_samples_nor_devices(
+    problem: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (("--shape", "3"), ("--devices", "cpu")):
+        assert run(str(problem), *words) == Exit.USAGE
+        assert "was measured" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ drawn, and does not need it.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 
 from trims_shim.batching.protocol import Request
@@ -17,6 +16,7 @@ from trims_shim.cli.batch import device_text, stream_of, stream_text
 from trims_shim.cli.batch_setup import Setup, made_up, policies, slo_ns_of
 from trims_shim.cli.drawing import Drawing, Line, Panel, show
 from trims_shim.cli.exits import Exit
+from trims_shim.cli.progress import say
 from trims_shim.errors import ConfigError
 
 __all__ = ["plot"]
@@ -86,7 +86,7 @@ def _load(arguments: argparse.Namespace) -> Drawing:
     lines = []
     for number, (name, maker) in enumerate(makers.items(), start=1):
         if not arguments.json:
-            print(f"[{number}/{len(makers)}] {name}", file=sys.stderr, flush=True)
+            say(f"[{number}/{len(makers)}] {name}")
         violations = [_violations(setup, maker, stream) for stream in streams]
         lines.append(Line(name, loads, violations))
     panel = Panel(f"load, of {capacity_qps:.4g}/s", "violations", lines, is_share=True)

@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import contextlib
 import inspect
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -23,7 +22,8 @@ from trims_shim.batching.profiles.profile import LatencyProfile, slow_sizes
 from trims_shim.batching.profiles.profile_store import SavedProfile, save_profile
 from trims_shim.batching.profiles.profiling import measure, sizes_to_measure
 from trims_shim.cli.exits import Exit
-from trims_shim.cli.targets import import_from_here, items_of, named
+from trims_shim.cli.progress import say
+from trims_shim.cli.targets import import_from_here, items_of, named, printing_apart
 from trims_shim.cli.text import print_json, table
 from trims_shim.errors import TrimsError
 
@@ -36,7 +36,7 @@ def profile(arguments: argparse.Namespace) -> Exit:
     """Measure each size, print the table, and save it if asked to."""
     import_from_here()
     # One loop for all batches: objects that a function keeps may belong to it.
-    with contextlib.closing(asyncio.new_event_loop()) as loop:
+    with printing_apart(), contextlib.closing(asyncio.new_event_loop()) as loop:
         target = _target(arguments, loop)
         sizes = sorted(set(arguments.sizes or sizes_to_measure(target.max_batch_size)))
         durations_ns = _measure(target, sizes, repeats=arguments.repeats, is_quiet=arguments.json)
@@ -132,7 +132,7 @@ def _measure(
         if runs[size] == 2 and not is_quiet:
             text = f"[{len(runs)}/{len(sizes)}] batch of {size}: about "
             text += f"{(time.perf_counter_ns() - started_ns) / 1e6:.3g} ms"
-            print(text, file=sys.stderr, flush=True)
+            say(text)
 
     return measure(run, sizes, repeats=repeats, clock=time.perf_counter_ns)
 

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trims_shim.cli.exits import Exit
+from trims_shim.cli.progress import say
 from trims_shim.cli.text import print_json, table
 from trims_shim.wire.handover import wait_until_ready
 
@@ -207,7 +208,7 @@ class _Notes:
 
     def __call__(self, text: str) -> None:
         if not self._is_quiet:
-            print(f"... {text}", file=sys.stderr, flush=True)
+            say(f"... {text}")
 
 
 # --- running ------------------------------------------------------------------------------------

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 from trims_shim.cli.exits import Exit
-from trims_shim.cli.targets import import_from_here, items_of, named
+from trims_shim.cli.progress import say
+from trims_shim.cli.targets import import_from_here, items_of, named, printing_apart
 from trims_shim.cli.text import print_json, table
 from trims_shim.ensemble import (
     Allocation,
@@ -30,7 +30,8 @@ __all__ = ["ensemble"]
 
 def ensemble(arguments: argparse.Namespace) -> Exit:
     """Print the matrix: a row for each device, a column for each member."""
-    problem = _problem(arguments)
+    with printing_apart():
+        problem = _problem(arguments)
     if arguments.output:
         save_problem(arguments.output, problem)
     first = worst_fit_decreasing(problem)
@@ -45,9 +46,9 @@ def ensemble(arguments: argparse.Namespace) -> Exit:
 
 def _problem(arguments: argparse.Namespace) -> Problem:
     if arguments.members.endswith(".json"):
-        if arguments.item or arguments.shape:
+        if arguments.item or arguments.shape or arguments.devices:
             raise ConfigError(
-                f"{arguments.members} was measured; --item and --shape are for members"
+                f"{arguments.members} was measured; --item, --shape and --devices are for members"
             )
         return load_problem(arguments.members)
     if not arguments.item and not arguments.shape:
@@ -61,7 +62,7 @@ def _problem(arguments: argparse.Namespace) -> Problem:
             devices=_devices(arguments.devices),
             batch_sizes=arguments.batch_sizes,
             repeats=arguments.repeats,
-            progress=lambda line: print(f"measuring {line}", file=sys.stderr, flush=True),
+            progress=lambda line: say(f"measuring {line}"),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -1,4 +1,4 @@
-"""Progress of ``warm`` and ``fetch``: a bar on a terminal (with rich), lines elsewhere, or nothing.
+"""Progress: for ``warm`` and ``fetch`` a bar on a terminal (with rich); else lines, or nothing.
 
 The command learns of a load only at its end, so a bar counts whole files, in bytes, but those that
 are downloaded; the rate is that of the files that were loaded. Goes to stderr, so that stdout stays
@@ -19,7 +19,7 @@ from trims_shim.cli.text import printable, size
 if TYPE_CHECKING:
     import rich.progress
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "say"]
 
 
 _MOVED = ("loaded", "downloaded")
@@ -62,7 +62,7 @@ class Progress:
             text = f"{self._path[-32:]}, {reason}, {seconds:.0f} s"
             self._bar.update(self._task, description=text)
         elif not (self._is_quiet or self._is_waiting):
-            _say(f"{self._place()}: {reason} ...")
+            say(f"{self._place()}: {reason} ...")
         self._is_waiting = True
 
     def reach(self, done_bytes: int, size_bytes: int) -> None:
@@ -85,7 +85,7 @@ class Progress:
         line += note and f"; {note}"
         text = f"{place}: {line}"
         if self._bar is None:
-            _say(text)
+            say(text)
             return
         self._bar.console.print(text, markup=False, highlight=False)
         self._bar.update(self._task, completed=sum(self._sizes[: self._number]))
@@ -94,8 +94,8 @@ class Progress:
         return f"[{self._number + 1}/{len(self._sizes)}] {self._path}"
 
 
-def _say(text: str) -> None:
-    """Print a line. Loads go on if nobody reads it (``2>&1 | head``), or it cannot be written."""
+def say(text: str) -> None:
+    """Print a line to stderr. Work goes on if nobody reads it, or it cannot be written."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:

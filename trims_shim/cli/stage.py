@@ -6,7 +6,6 @@ Runs the model in this process, with items that the user names or random tensors
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +28,9 @@ from trims_shim.batching.staged.profiles.profiling import (
 from trims_shim.batching.staged.profiles.stage_profile import WIDE
 from trims_shim.batching.staged.profiles.width import measure_width
 from trims_shim.cli.exits import Exit
+from trims_shim.cli.progress import say
 from trims_shim.cli.stage_target import StageTarget
-from trims_shim.cli.targets import import_from_here, on_device
+from trims_shim.cli.targets import import_from_here, on_device, printing_apart
 from trims_shim.cli.text import counted, print_json, table
 from trims_shim.errors import ConfigError, StagingError
 
@@ -51,10 +51,11 @@ def profile(arguments: argparse.Namespace) -> Exit:
     """Cut, measure, print what was found, and save it if asked to."""
     import_from_here()
     end_ns = time.perf_counter_ns() + round(arguments.limit_s * _NS_PER_S)
-    target = StageTarget.of(arguments)
-    sizes = sorted(set(arguments.sizes or sizes_to_measure(target.max_batch_size)))
-    model, tries = _cut(target, sizes, arguments, end_ns)
-    saved = _measured(target, model, sizes, arguments, end_ns)
+    with printing_apart():
+        target = StageTarget.of(arguments)
+        sizes = sorted(set(arguments.sizes or sizes_to_measure(target.max_batch_size)))
+        model, tries = _cut(target, sizes, arguments, end_ns)
+        saved = _measured(target, model, sizes, arguments, end_ns)
     if arguments.output:
         save_staged_profile(arguments.output, saved)
     if arguments.json:
@@ -233,7 +234,7 @@ class _Teller:
 
     def _print(self, text: str) -> None:
         if not self._is_quiet:
-            print(text, file=sys.stderr, flush=True)
+            say(text)
 
 
 # --- what was found -------------------------------------------------------------------------------

@@ -13,13 +13,37 @@ from typing import Any
 
 from trims_shim.errors import ConfigError, TrimsError
 
-__all__ = ["import_from_here", "items_of", "made", "named", "on_device", "random_tensor"]
+__all__ = [
+    "import_from_here",
+    "items_of",
+    "made",
+    "named",
+    "on_device",
+    "printing_apart",
+    "random_tensor",
+]
 
 
 def import_from_here() -> None:
     """Make the current directory importable, as ``python -m`` does."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+
+
+@contextlib.contextmanager
+def printing_apart() -> Iterator[None]:
+    """What measured code prints goes to stderr, also from its processes: stdout is for data."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        try:
+            sys.stdout.flush()
+        finally:
+            os.dup2(stdout, 1)
+            os.close(stdout)
 
 
 def named(name: str) -> Any:
