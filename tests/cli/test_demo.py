@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from trims_shim.cli import demo
 from trims_shim.cli.exits import Exit
+from trims_shim.cli.main import main
 
 from .conftest import Trims
 
@@ -47,3 +50,28 @@ def test_the_demonstration_succeeds_without_extras_and_fits_a_narrow_terminal(
     assert max(map(len, table.splitlines())) < 80
     assert "Once the model is in the cache" in conclusion
     assert not list(temporary.iterdir()), "nothing is left"
+
+
+def test_a_model_that_is_not_made_in_time_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(demo, "_ANSWER_DEADLINE_S", 0.01)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert main(["demo", "--size-mb=1"]) == Exit.FAILED
+    assert "not made within 0.01 s; try a smaller --size-mb" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_made_goes_also_if_the_end_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(demo, "_stop_daemon", interrupted)
+    with pytest.raises(KeyboardInterrupt), demo._place(1):
+        pass
+    assert not list(tmp_path.iterdir())

@@ -229,13 +229,15 @@ def _place(size_mb: int) -> Iterator[_Place]:
         (directory / "training.py").write_text(_TRAINING)
         yield place
     finally:
-        _stop_daemon(place)
-        for each in (directory, sockets):
-            shutil.rmtree(each, ignore_errors=True)
+        try:
+            _stop_daemon(place)
+        finally:  # also if Ctrl-C is pressed once more
+            for each in (directory, sockets):
+                shutil.rmtree(each, ignore_errors=True)
 
 
 def _stop_daemon(place: _Place) -> None:
-    if not any(place.sockets.iterdir()):
+    if not place.sockets.exists() or not any(place.sockets.iterdir()):
         return
     command = [sys.executable, "-m", "trims_shim", "stop"]
     try:
@@ -269,15 +271,20 @@ def _measure(place: _Place, processes: int, note: Callable[[str], None]) -> list
 
 def _train(place: _Place) -> None:
     """Write the checkpoint with weights that no freshly initialised model has."""
-    done = subprocess.run(
-        [sys.executable, "training.py", str(place.checkpoint), str(place.layers)],
-        cwd=place.directory,
-        env=place.environment(with_shim=False),
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=_ANSWER_DEADLINE_S,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "training.py", str(place.checkpoint), str(place.layers)],
+            cwd=place.directory,
+            env=place.environment(with_shim=False),
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=_ANSWER_DEADLINE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise _DemoFailed(
+            f"the model was not made within {_ANSWER_DEADLINE_S:g} s; try a smaller --size-mb"
+        ) from None
     if done.returncode:
         raise _DemoFailed(f"the model could not be made:\n{_tail(done.stderr)}")
 
@@ -298,7 +305,10 @@ def _program(place: _Place, label: str, with_shim: bool) -> Iterator[_Run]:
     try:
         line = _first_line(process)
         if not line:
-            raise _DemoFailed(f"process {label} failed:\n{_tail(complaints.read_text())}")
+            raise _DemoFailed(
+                f"process {label} has failed, or not answered within {_ANSWER_DEADLINE_S:g} s:\n"
+                + _tail(complaints.read_text())
+            )
         yield _Run(label=label, with_shim=with_shim, **json.loads(line))
     finally:
         _end(process)
@@ -327,7 +337,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.stdin.close()
     try:
         process.wait(_STOP_DEADLINE_S)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    except KeyboardInterrupt:
         process.kill()
         process.wait()
         raise
