@@ -167,6 +167,16 @@ def test_groups_as_a_table_and_as_json(tmp_path: Path, capsys: pytest.CaptureFix
     assert printed(capsys, "herd", str(path), "--of-paper")["burst_tolerance"] == pytest.approx(4)
 
 
+def test_json_has_null_where_no_number_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "herd.toml"
+    path.write_text(HERD.partition("[streams")[0] + "[streams]\n")
+    assert main(["plan", "herd", str(path), "--json"]) == Exit.OK
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found == {"groups": [], "burst_tolerance": None, "slack": None}
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

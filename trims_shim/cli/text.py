@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -75,5 +76,13 @@ def table(
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout."""
-    print(json.dumps(value, indent=1))
+    """One JSON document on stdout; what JSON has no number for is null."""
+    print(json.dumps(_with_nulls(value), indent=1))
+
+
+def _with_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_nulls(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_nulls(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
