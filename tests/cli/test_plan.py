@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,17 @@ def test_a_plan_is_tried_on_a_trace(
         ["detect", "0", "0", "0.00%"],
         ["all", "100", "0", "0.00%"],
     ]
+
+
+def test_a_trace_of_what_no_device_runs(
+    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trace.txt").write_text("0\n10\n")
+    text = CLUSTER.replace("slo_ms = 300", "slo_ms = 1").replace("slo_ms = 500", "slo_ms = 1")
+    cluster.write_text(re.sub("demand_qps = .*", "demand_qps = 0", text))
+    words = ["plan", "simulate", str(cluster), "--trace", f"detect={tmp_path}/trace.txt"]
+    assert main(words) == Exit.FAILED
+    assert "no device runs any variant within its objective" in capsys.readouterr().err
 
 
 def test_groups_as_a_table_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from trims_shim.cli.batch import report_fields
 from trims_shim.cli.batch_setup import policies, read_requests
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.text import counted, print_json, table
-from trims_shim.errors import ConfigError, FormatError
+from trims_shim.errors import ConfigError, FormatError, PlanningError
 from trims_shim.plan_files import Cluster, read_cluster, read_herd
 from trims_shim.planner import (
     Placement,
@@ -177,6 +177,8 @@ def _serving(cluster: Cluster, placement: Placement, arguments: argparse.Namespa
     def plan(demand_qps: Mapping[str, float], before: Placement) -> Placement:
         return _planned(dataclasses.replace(problem, demand_qps=demand_qps), arguments, before)
 
+    if not problem.options:
+        raise PlanningError(f"{arguments.problem}: no device runs any variant within its objective")
     load_ns = round(arguments.load_s * _NS_PER_S)
     (make_rule,) = policies([arguments.policy], problem.options[0].profile).values()
     return Serving(
