@@ -70,6 +70,12 @@ def test_warm_goes_on_after_a_file_that_fails(warmed: Trims, models: Path) -> No
     assert good["digest"]
 
 
+def test_warm_of_nothing_is_json_too(trims: Trims, tmp_path: Path) -> None:
+    done = trims("warm", "--json", str(tmp_path))
+    assert (done.returncode, json.loads(done.stdout)) == (Exit.FAILED, [])
+    assert f"no model file in {tmp_path}" in done.stderr
+
+
 def test_what_warm_says_of_a_failure_names_the_file_once(trims: Trims, model: Path) -> None:
     done = trims("warm", str(model), TRIMS_HOST_BYTES="4K")
     assert done.returncode == Exit.FAILED

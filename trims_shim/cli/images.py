@@ -78,7 +78,7 @@ def warm(arguments: argparse.Namespace) -> Exit:
     missing = [word for word in empty if paths_of[word]]
     if missing:
         print(f"trims warm: no model file in {', '.join(missing)}", file=sys.stderr)
-    if not paths:
+    if not paths and not arguments.json:
         return Exit.FAILED
     tier = HOST_TIER if arguments.device is None else device_named(arguments.device, _devices())
     done = []
