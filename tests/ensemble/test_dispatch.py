@@ -58,6 +58,14 @@ def test_batches_of_a_dead_worker_go_first_and_only_the_running_one_is_suspect()
     assert dispatch.remove_worker(1) == []
 
 
+def test_each_part_of_a_batch_that_killed_a_worker_is_suspect() -> None:
+    dispatch = Dispatch(1)
+    dispatch.add_worker(1, member=0, batch_size=4)
+    batch = Job(1, 0, 0, 8)
+    dispatch.again([batch], ran=batch)
+    assert dispatch.next_jobs() == [(1, Job(1, 0, 0, 4, deaths=1)), (1, Job(1, 0, 4, 8, deaths=1))]
+
+
 def test_a_dropped_segment_is_not_begun() -> None:
     dispatch = two_workers()
     dispatch.add_segment(1, 3)

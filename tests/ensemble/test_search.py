@@ -7,11 +7,16 @@ from random import Random
 import pytest
 
 from tests.ensemble.making import allocations, gpus, member, random_problem
+from trims_shim.batching import LatencyProfile
 from trims_shim.ensemble import (
     Allocation,
+    Device,
+    Footprint,
+    MemberProfile,
     Problem,
     bounded_greedy,
     optimise,
+    search,
     throughput,
     worst_fit_decreasing,
 )
@@ -39,6 +44,38 @@ def test_optimise_is_the_same_each_time_and_keeps_to_its_tries() -> None:
     assert throughput(problem, optimise(problem, tries=100)) > throughput(problem, first)
 
 
+def test_searches_keep_to_the_memory() -> None:
+    """A batch of 64 of one member leaves no room for the other."""
+    members = {
+        "a": member(1, sample_gb=0.02, line_ms=(1, 20)),
+        "b": member(1, sample_gb=0.02, line_ms=(2, 20)),
+    }
+    problem = Problem(gpus(2, 3.0), members, (8, 64))
+    fitting = list(allocations(problem))
+    best = max(throughput(problem, each) for each in fitting)
+    found = optimise(problem, tries=500)
+    assert found in fitting
+    assert throughput(problem, found) >= 0.995 * best
+    assert {each for start in fitting for each in neighbours(problem, start)} <= set(fitting)
+
+
+def test_a_climb_ends_when_each_change_was_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = random_problem(Random(4), devices=3, members=3)
+    asked: list[Allocation] = []
+
+    def noted(problem: Problem, allocation: Allocation) -> float:
+        asked.append(allocation)
+        return throughput(problem, allocation)
+
+    monkeypatch.setattr(search, "throughput", noted)
+    start = worst_fit_decreasing(problem)
+    found, _ = search._Search(problem, Random(1), 10_000)._climbed(start)
+    assert found != start
+    after = asked[asked.index(found) + 1 :]
+    assert len(after) == len(set(after))
+    assert set(after) == set(neighbours(problem, found))
+
+
 def test_optimise_leaves_out_what_gains_next_to_nothing() -> None:
     # Larger batches of "slow" gain .01 %, of "other" 4 %.
     members = {"slow": member(line_ms=(10, 0.01)), "other": member(line_ms=(1, 4))}
@@ -48,6 +85,14 @@ def test_optimise_leaves_out_what_gains_next_to_nothing() -> None:
     assert optimise(alone, tries=500).batch_sizes == ((128,), (128,))
     flat = Problem(gpus(1), {"a": member(line_ms=(1, 0))}, (64, 8, 128))
     assert optimise(flat, tries=500).batch_sizes == ((8,),)
+    assert optimise(flat, start=Allocation(((128,),)), tries=1).batch_sizes == ((8,),)
+    lines = {"gpu": (1.0, 0.0), "cpu": (1000.0, 0.0)}
+    latencies = {
+        kind: LatencyProfile.linear(*line, max_batch_size=8) for kind, line in lines.items()
+    }
+    both = MemberProfile(dict.fromkeys(lines, Footprint(1)), latencies)
+    devices = [*gpus(1), Device("cpu", 1)]
+    assert optimise(Problem(devices, {"a": both}, (8,)), tries=50).batch_sizes == ((8,), (0,))
 
 
 @pytest.mark.parametrize("rows", [((8, 0),), ((8, 64),)])
@@ -113,6 +158,18 @@ def test_the_greedy_search_keeps_to_its_bounds() -> None:
 
     bounded_greedy(problem, faster_and_faster, random=Random(1), max_iter=4, max_neighs=7)
     assert calls == 1 + 4 * 7
+    calls, problem = 0, random_problem(Random(2), devices=9, members=2)
+    bounded_greedy(problem, faster_and_faster, random=Random(1), max_iter=4, max_neighs=7)
+    assert calls == 1 + (9 - 2) * 7
+    calls = 0
+
+    def equal(allocation: Allocation) -> float:
+        nonlocal calls
+        calls += 1
+        return 1.0
+
+    bounded_greedy(problem, equal, random=Random(1), max_neighs=7)
+    assert calls == 1 + 7, "what is no faster is not gone on from"
 
 
 def test_the_greedy_search_has_as_many_steps_as_devices_are_idle() -> None:

@@ -172,7 +172,6 @@ class _Search:
                 changed = changed and (_changed(self._problem, changed, element) or changed)
             if changed != best:
                 return changed
-            self._tries -= 1
         return None
 
     def _rate(self, allocation: Allocation) -> float:
