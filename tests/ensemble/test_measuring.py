@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from trims_shim.ensemble import (
     Footprint,
     Member,
     measure,
+    measuring,
     optimise,
 )
 from trims_shim.ensemble.measuring import _footprint
@@ -47,6 +48,7 @@ def test_members_are_measured_once_for_each_kind_of_device() -> None:
     light, heavy = (each.latencies["cpu"] for each in problem.members.values())
     assert heavy.latency_ns(16) >= 16 * 4e6
     assert light.latency_ns(4) >= 4 * 0.5e6
+    assert heavy.latency_ns(4) < heavy.latency_ns(10) < heavy.latency_ns(16)
     assert heavy.max_batch_size == 16
     footprints = [each.footprints["cpu"] for each in problem.members.values()]
     assert all(each.worker_bytes > 4 * MB for each in footprints)
@@ -64,6 +66,7 @@ def test_members_are_measured_once_for_each_kind_of_device() -> None:
         ((4, 16), (8, 128), 0, 10),
         ((4, 16), (100, 90), 100, 0),
         ((4,), (100, 100), 100, 0),
+        ((4,), (100, 120), 120, 0),
     ],
 )
 def test_footprints_are_lines(
@@ -78,6 +81,26 @@ def test_what_the_first_batch_allocates_is_the_workers() -> None:
     footprint = problem.members["a"].footprints["cpu"]
     assert footprint.worker(2) > 64 * MB
     assert footprint.sample_bytes < MB
+
+
+def test_what_loading_alone_needs_is_no_batchs() -> None:
+    given = [Member("a", by(members.allocating_to_load, 512 * MB))]
+    problem = measure(given, np.ones((1, 2)), devices=DEVICES[:1], batch_sizes=(2,), repeats=1)
+    assert problem.members["a"].footprints["cpu"].worker(2) < 512 * MB
+
+
+def test_each_size_is_measured_as_often_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Sequence[int], int]] = []
+
+    def noted(run: object, sizes: Sequence[int], *, repeats: int, clock: object) -> dict[int, int]:
+        asked.append((sizes, repeats))
+        return dict.fromkeys(sizes, 1_000)
+
+    monkeypatch.setattr(measuring, "measure_sizes", noted)
+    given = [Member("a", members.row_sums)]
+    samples, sizes = np.ones((1, 2)), (16, 2, 16)
+    measure(given, samples, devices=DEVICES[:1], batch_sizes=sizes, repeats=7)
+    assert asked == [([2, 16], 7)]
 
 
 def test_what_cannot_be_is_said_before_anything_is_measured() -> None:

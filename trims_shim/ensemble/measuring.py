@@ -96,8 +96,8 @@ def _footprint(weights_bytes: int, sizes: Sequence[int], peaks_bytes: tuple[int,
 
 
 def _repeated(samples: Any, count: int) -> Any:
+    """At least so many rows."""
     given = count_of(samples)
     if not given:
         raise ValueError("there are no samples to measure with")
-    whole = joined([samples] * -(-count // given))
-    return rows_of(whole, 0, count)
+    return joined([samples] * -(-count // given))
