@@ -20,7 +20,7 @@ import pytest
 from tests.ensemble import members
 from tests.ensemble.members import by, ensemble_of
 from tests.ensemble.test_ensemble import PATIENCE_S, ROWS, is_running, wait_until
-from trims_shim.ensemble import Ensemble, Member, hosting, system
+from trims_shim.ensemble import Ensemble, Member, hosting, messages, system
 from trims_shim.ensemble.channel import Channel
 from trims_shim.errors import EnsembleError, MemberFailed
 
@@ -45,6 +45,17 @@ def test_a_worker_without_descriptors_ends_and_says_so() -> None:
     ensemble = ensemble_of(members.without_descriptors, restarts=0)
     with ensemble, pytest.raises(MemberFailed, match="ended with status 1"):
         ensemble.submit(ROWS[:8]).result(PATIENCE_S)
+
+
+def test_a_worker_whose_program_ends_amid_a_message_ends_quietly(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    load = hosting.pickled(by(members.times, 1.0), "a")
+    process = hosting.WorkerProcess(hosting.set_up(member="a", device="cpu", load=load))
+    assert isinstance(process.channel.connection.recv(), messages.Ready)
+    process._send(messages.OpenBuffer(1))
+    assert process.death() == "ended with status 0"
+    assert capfd.readouterr().err == ""
 
 
 def test_a_worker_that_cannot_be_told_something_is_replaced(
@@ -350,3 +361,63 @@ def test_load_functions_that_workers_cannot_find(tmp_path: Path, way: str) -> No
     arguments = {"package": ["-m", "package"], "input": ["-"], "command": ["-c", text]}[way]
     done = ran(arguments, tmp_path, text)
     assert "'a' is defined in a session, on a command line or in a package's" in done.stderr
+
+
+TELLING = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from trims_shim.ensemble import Ensemble, Member
+
+def load(device):
+    print("loaded", sys.argv[1:], sys.stdin.read(), __debug__)
+
+    def answer(batch):
+        print("called", end="")
+        if not os.path.exists("mark"):
+            Path("mark").touch()
+            os.kill(os.getpid(), 9)
+        return batch * 2
+
+    return answer
+
+def main():
+    sys.path.append(3)  # Python passes over it
+    with Ensemble([Member("a", load)], devices=["cpu"]) as ensemble:
+        os.chdir("/")
+        print(ensemble.predict(np.ones(3)).tolist(), sys.stdin.read())
+
+if __name__ == "__main__":
+    main()
+"""
+TOLD = ["loaded ['word']  False", "called" + "loaded ['word']  False", "called[2.0, 2.0, 2.0] text"]
+
+
+@pytest.mark.parametrize("way", [["program.py"], ["-c", "import program; program.main()"]])
+def test_workers_have_the_words_options_and_path_of_the_program_and_not_its_input(
+    tmp_path: Path, way: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where modules are found in the current directory, and the program leaves that. What a
+    worker has printed is there, although it was killed."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    (tmp_path / "program.py").write_text(TELLING)
+    done = ran(["-O", *way, "word"], tmp_path, "text")
+    assert done.stdout.splitlines() == TOLD, done.stderr
+
+
+@pytest.mark.usefixtures("no_leak")
+def test_where_not_all_workers_can_be_started_none_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = hosting._started
+    started: list[int] = []
+
+    def second_refused(*arguments: Any) -> subprocess.Popen[bytes]:
+        if started:
+            raise OSError(errno.EAGAIN, "no more processes")
+        process = start(*arguments)
+        started.append(process.pid)
+        return process
+
+    monkeypatch.setattr(hosting, "_started", second_refused)
+    with pytest.raises(OSError, match="no more processes"):
+        ensemble_of(by(members.times, 1.0), by(members.times, 1.0))
+    assert not is_running(started[0])

@@ -109,7 +109,9 @@ class WorkerProcess:
             """For who receives."""
             _not_for_children.update((self.channel, theirs))
             try:
-                self._process = _started(theirs.fileno(), _threads_on(setup.device))
+                self._process = _started(
+                    theirs.fileno(), _threads_on(setup.device), setup.main["dir"]
+                )
             except BaseException:
                 self.channel.close()
                 raise
@@ -191,9 +193,9 @@ def end_all(processes: Sequence[WorkerProcess]) -> None:
         process._has_ended(until_s - time.monotonic())
 
 
-def _started(descriptor: int, threads: int) -> subprocess.Popen[bytes]:
+def _started(descriptor: int, threads: int, directory: str) -> subprocess.Popen[bytes]:
     environment = {name: str(threads) for name in _THREADS} if threads else {}
-    paths = [path or os.getcwd() for path in sys.path if isinstance(path, str)]
+    paths = [path or directory for path in sys.path if isinstance(path, str)]
     with _without_interrupts():
         return subprocess.Popen(
             [

@@ -150,6 +150,8 @@ class _Worker:
                 os._exit(0)
             try:
                 self._handle(message)
+            except EOFError:  # It has ended before it sent all of the message.
+                os._exit(0)
             except BaseException:  # no memory, or no descriptor left
                 traceback.print_exc()
                 os._exit(1)
