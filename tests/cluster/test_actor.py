@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from harness import PATIENCE_S
 from tests.cluster.making import LARGE, SMALL
 from trims_shim.cluster import actor
 from trims_shim.cluster.actor import BatchFunction, DeviceActor
+from trims_shim.errors import RequestDropped
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +50,17 @@ def test_loaders_are_told_what_ray_gives_to_the_actor(monkeypatch: pytest.Monkey
 
     run(test())
     assert devices == ["cuda", "cpu"]
+
+
+def test_what_is_interrupted_fails_too() -> None:
+    def interrupted(device: str) -> BatchFunction:
+        raise KeyboardInterrupt
+
+    async def test() -> None:
+        with pytest.raises(RuntimeError, match=r"raised KeyboardInterrupt\(\)"):
+            await DeviceActor({"small": interrupted}, None).load(1, SMALL)
+
+    run(test())
 
 
 def test_what_exits_fails_and_the_actor_goes_on() -> None:
@@ -129,5 +143,78 @@ def test_what_was_asked_before_is_answered_before_another_variant_loads() -> Non
         proceed.set()
         assert await asyncio.gather(*asked) == [("small",)] * 3
         await loading
+
+    run(test())
+
+
+class Model:
+    """Has a cycle, as many models do."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __call__(self, items: list[int]) -> list[int]:
+        return items
+
+
+def test_a_model_is_gone_before_the_next_one_loads() -> None:
+    models: list[weakref.ref[Model]] = []
+    found: list[Model | None] = []
+
+    def load_small(device: str) -> BatchFunction:
+        model = Model()
+        models.append(weakref.ref(model))
+        return model
+
+    def load_large(device: str) -> BatchFunction:
+        found.append(models[0]())
+        return lambda items: items
+
+    async def test() -> None:
+        device = DeviceActor({"small": load_small, "large": load_large}, None)
+        await device.load(1, SMALL)
+        assert await device.answer(1, 7, 1e6) == (7,)
+        await device.load(2, LARGE)
+
+    gc.disable()  # it would find the cycle in the end
+    try:
+        run(test())
+    finally:
+        gc.enable()
+    assert found == [None]
+
+
+def test_batches_are_those_of_the_option_and_the_deployment() -> None:
+    sizes: list[int] = []
+
+    def load(device: str) -> BatchFunction:
+        def answer(items: list[int]) -> list[int]:
+            sizes.append(len(items))
+            return items
+
+        return answer
+
+    async def test() -> None:
+        device = DeviceActor({"small": load}, None)
+        await device.load(1, SMALL)
+        with pytest.raises(RequestDropped):  # by the profile, a batch takes 10 ms
+            await device.answer(1, 7, 2.0)
+        assert await asyncio.gather(*(device.answer(1, n, 1e6) for n in range(7))) == [
+            (n,) for n in range(7)
+        ]
+        assert max(sizes) == SMALL.profile.max_batch_size
+        assert device._batcher is not None
+        assert device._batcher.name == "cats/small"
+        with pytest.raises(ValueError, match="nosuch"):
+            await DeviceActor({"small": load}, "nosuch").load(1, SMALL)
+
+    run(test())
+
+
+def test_without_a_variant_nothing_is_answered_and_without_a_daemon_nothing_held() -> None:
+    async def test() -> None:
+        device = DeviceActor({}, None)
+        assert await device.answer(0, 7, 1e6) == ()
+        assert await device.resident() == frozenset()
 
     run(test())

@@ -202,7 +202,7 @@ def test_requests_that_cannot_be_sent_make_room_for_others(
     make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driving, "_LOOK_NS", 1 << 60)
-    world = make([])
+    world = make([], ONE, 600.0)
     (device, *_) = world.fleet.devices
     device.open = 4
     bad = [world.ask(OSError("not pickled")) for _ in range(4)]
@@ -220,6 +220,7 @@ def test_what_only_looks_like_a_lost_device_is_none() -> None:
     assert isinstance(asked, errors.RayActorError)  # of an actor that the function has asked
     assert not driving._is_loss(asked)
     assert driving._is_loss(errors.RayActorError())
+    assert driving._is_loss(errors.ObjectLostError("00", b"", ""))
 
 
 def test_devices_are_told_how_much_time_is_left(make: Maker) -> None:
@@ -289,7 +290,7 @@ def test_a_load_whose_error_cannot_be_unpickled_has_failed(
 
 
 def test_one_may_wait_for_ever_for_the_end(make: Maker) -> None:
-    world = make([])
+    world = make([], ONE, 600.0)
     assert world.ask().result(PATIENCE_S) == 0
     world.driver.stop(threading.TIMEOUT_MAX)
     assert not world.driver._thread.is_alive()
@@ -371,6 +372,34 @@ def test_actors_end_although_the_wait_for_answers_is_interrupted(
     assert ended == ["all"]
 
 
+def test_a_request_whose_time_is_over_is_dropped_and_none_is_cancelled(make: Maker) -> None:
+    world = make([])
+    service = world.service([])
+    with pytest.raises(RequestDropped):
+        service.call("cats", "item", deadline_ms=0)
+    world.fleet.devices[0].open = 4  # it has no room
+    request = service.submit("cats", "item")
+    assert not request.cancel()
+    wait_until(lambda: service.stats().families["cats"].waiting == 1, "it waits")
+    assert [device.node for device in service.stats().devices] == ["here", "", ""]
+
+
+def test_the_end_of_a_block_waits_unless_it_failed(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, ended = make([]), list[str]()
+    service, waits = world.service(ended), list[float]()
+    with monkeypatch.context() as patch:
+        patch.setattr(world.driver, "stop", waits.append)
+        with service:
+            pass
+        with pytest.raises(ZeroDivisionError), service:
+            1 / 0  # noqa: B018
+        service.shutdown(timeout_s=math.inf)
+    assert waits == [30.0, 0, threading.TIMEOUT_MAX]
+    assert ended == ["all"] * 3
+
+
 def test_a_fault_fails_the_requests_instead_of_leaving_them(
     make: Maker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -398,3 +427,78 @@ def test_where_no_thread_can_start_the_old_plan_stays(
         wait_until(lambda: world.asked() and len(refused) > 1, "it was tried again")
     assert caplog.text.count("the old one stays: can't start new thread") == 1
     wait_until(lambda: world.asked() and world.driver.placement is TWO, "a plan")
+
+
+def test_once_it_is_to_end_no_request_is_taken_and_the_thread_is_waited_for(make: Maker) -> None:
+    world = make([], ONE, 600.0)
+    request = world.ask(never)
+    stopping = threading.Thread(target=world.driver.stop, args=(PATIENCE_S,))
+    stopping.start()
+    wait_until(lambda: world.driver._end_ns is not None, "it is told")
+    with pytest.raises(BatcherClosed):
+        world.ask()
+    world.driver.stop(0)
+    assert not world.driver._thread.is_alive()
+    assert isinstance(request.exception(0), BatcherClosed)
+    stopping.join(PATIENCE_S)
+
+
+def test_a_fault_at_the_start_ends_the_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Fleet, "begin_loads", lambda fleet, now_ns: 1 // 0)
+    error = _World([]).driver.started.exception(PATIENCE_S)
+    assert isinstance(error, ClusterError)
+    assert isinstance(error.__cause__, ZeroDivisionError)
+    assert "the service has failed" in caplog.text
+
+
+def test_a_loader_that_fails_again_and_again_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors = pytest.importorskip("ray.exceptions", reason="Ray is not installed")
+    fault = errors.UnserializableException("two arguments")
+    monkeypatch.setattr(_Method, "load_error", fault)
+    world = _World([])
+    try:
+        assert world.driver.started.exception(PATIENCE_S).__cause__ is fault
+        wait_until(lambda: world.fleet.loads == 3, "it is tried again")
+        monkeypatch.setattr(_Method, "load_error", None)
+        wait_until(lambda: world.fleet.devices[0].phase is Phase.READY, "it loads in the end")
+        assert caplog.text.count("could not be loaded") == 1
+    finally:
+        world.driver.stop(0)
+
+
+def test_late_news_of_a_load_are_none_and_what_is_known_stays(
+    make: Maker, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = make([], ONE, 600.0)
+    driver, device = world.driver, world.fleet.devices[0]
+    failed: Future[Any] = Future()
+    failed.set_exception(OSError("of the load before"))
+    driver._loaded(device, device.load - 1, failed, 0)
+    assert not caplog.text
+    loaded: Future[Loaded] = Future()
+    loaded.set_result(Loaded("there", frozenset()))
+    driver._loaded(device, device.load, loaded, 0)
+    assert driver.nodes == {0: "there"}
+    assert driver._digests == {"small": {"of small"}}
+
+
+def test_it_is_planned_for_what_loads_and_the_devices_that_are_there(make: Maker) -> None:
+    world = make([])
+    world.fleet.unloadable.add(LARGE)
+    world.fleet.devices[2].is_away = True
+    wait_until(lambda: world.asked() and bool(world.problems), "a plan")
+    assert world.problems[0].options == [SMALL]
+    assert world.problems[0].devices == {"gpu": 2}
+
+
+def test_a_plan_for_more_devices_than_there_are_is_not_carried_out(
+    make: Maker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One may be lost while it is made."""
+    world = make([placed((SMALL, 4, 10.0)), TWO])
+    wait_until(lambda: world.asked() and world.driver.placement is TWO, "the next plan")
+    assert "a plan is not carried out, the next one will be: there are too few" in caplog.text
