@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import sys
+from typing import Any
 
 import pytest
 
@@ -128,6 +129,25 @@ def test_two_that_ask_at_once_after_a_batcher_is_gone(registry: object) -> None:
     del gone
     gc.collect()
     assert value(registry, "queued", batcher="detect") == 1
+
+
+def test_one_is_added_while_another_thread_asks_after_a_batcher_is_gone(registry: object) -> None:
+    first, gone, added = Stub("first"), Stub("gone"), Stub()
+    export(first, registry)
+    export(gone, registry)
+    again = [1]
+
+    def asking() -> Any:
+        if again:
+            again.pop()
+            prometheus.generate_latest(registry)
+        return first
+
+    module._collectors[registry]._sources["first"] = asking  # type: ignore[assignment]
+    del gone
+    gc.collect()
+    export(added, registry)
+    assert value(registry, "queued") == 1
 
 
 def test_a_batcher_that_is_gone_is_not_reported(registry: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trims_shim.batching.protocol import Drop, DropReason, Request
 from trims_shim.batching.statistics import Percentiles, Record
 
@@ -76,3 +78,21 @@ def test_a_device_is_busy_since_the_first_request_not_since_the_clock_began() ->
     record.add_request(6)
     record.add_batch([6], 7, 8)
     assert record.snapshot(queued=0, running=0, now_ns=10).busy_share == 1 / 4
+
+
+class Meanwhile(Record):
+    """Another thread counts a late answer whenever this one has read a counter."""
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name in ("answered", "in_time", "late"):
+            self.__dict__["late"] += 1
+        return found
+
+
+def test_answers_that_come_late_meanwhile_do_not_change_how_many_were_in_time() -> None:
+    record = Meanwhile(devices=1)
+    for deadline_ns in (0, 9, 9):
+        record.add_answer(0, deadline_ns, 5)
+    stats = record.snapshot(queued=0, running=0, now_ns=9)
+    assert stats.answered - stats.late == 2

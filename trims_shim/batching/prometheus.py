@@ -84,7 +84,8 @@ class _Collector:
     def add(self, batcher: _Exported) -> None:
         # Each access to a method makes a new batcher; its engine lives as long as the instance.
         source: _Source = getattr(batcher, "_engine", batcher)
-        if any(reference() is source for reference in self._sources.values()):
+        # A copy: meanwhile another thread may collect, and remove those that are gone.
+        if any(reference() is source for reference in list(self._sources.values())):
             return
         label = self._next_label(batcher.name)
         while label in self._sources:  # of a batcher that has this very name

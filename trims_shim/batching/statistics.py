@@ -18,7 +18,7 @@ _LAST = 1024
 _NS_PER_MS = 1e6
 _SUMS = (
     "submitted",
-    "answered",
+    "in_time",
     "late",
     "failed",
     "cancelled",
@@ -100,7 +100,7 @@ class Record:
     def __init__(self, *, devices: int) -> None:
         self._devices = devices
         self.submitted = 0
-        self.answered = 0
+        self.in_time = 0
         self.late = 0
         self.failed = 0
         self.cancelled = 0
@@ -152,8 +152,10 @@ class Record:
 
     def add_answer(self, arrival_ns: int, deadline_ns: int, now_ns: int) -> None:
         """Count a request that was answered with a result."""
-        self.answered += 1
-        self.late += now_ns > deadline_ns
+        if now_ns > deadline_ns:
+            self.late += 1
+        else:
+            self.in_time += 1
         self._latencies_ns.append(now_ns - arrival_ns)
         self._latency_total_ns += now_ns - arrival_ns
 
@@ -171,10 +173,11 @@ class Record:
     def snapshot(self, *, queued: int, running: int, now_ns: int) -> BatcherStats:
         """As of ``now_ns``; ``running`` counts requests."""
         elapsed_ns = 0 if self.first_ns is None else (now_ns - self.first_ns) * self._devices
+        late = self.late  # read once: `answered` is to be without answers that come meanwhile
         return BatcherStats(
             submitted=self.submitted,
-            answered=self.answered,
-            late=self.late,
+            answered=self.in_time + late,
+            late=late,
             dropped=dict(self.dropped.copy()),
             failed=self.failed,
             cancelled=self.cancelled,

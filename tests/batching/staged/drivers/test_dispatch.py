@@ -23,6 +23,7 @@ from trims_shim.batching import Batcher
 from trims_shim.batching.policies.window import Window
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.staged import EarlyExit, Loop, StagedModel, Stepped
+from trims_shim.batching.staged.scheduler import StagedBatching
 from trims_shim.batching.staged.staged_rules import StagedRule
 from trims_shim.errors import BatcherClosed, BatchingError, RequestDropped
 
@@ -305,6 +306,33 @@ def test_a_split_batch_goes_on_in_parts() -> None:
         batcher.drain(LONG_S)
         assert batcher.stage_stats().splits == 1
     assert second.batches == [[9], [0], [1, 2, 3]]
+
+
+def test_splits_are_never_fewer_than_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prometheus would take them for those of another process, and add them up."""
+    seen: list[int] = []
+    on_event = StagedBatching.on_event
+
+    def noting(policy: StagedBatching, now_ns: int, event: Any) -> Any:
+        seen.append(batcher.stage_stats().splits)
+        return on_event(policy, now_ns, event)
+
+    def second(items: list[int]) -> list[int]:
+        seen.append(batcher.stage_stats().splits)
+        return items
+
+    policy = splitting(lambda size: (1,) * size if size > 1 else ())
+    first = Held()
+    with plain(StagedModel([first, second]), policy=policy, max_batch_size=4) as batcher:
+        before = batcher.submit(9)
+        first.gate.wait_entered()
+        futures = [batcher.submit(item) for item in range(4)]
+        monkeypatch.setattr(StagedBatching, "on_event", noting)
+        first.gate.open(2)
+        assert [each.result(LONG_S) for each in (before, *futures)] == [9, 0, 1, 2, 3]
+        batcher.drain(LONG_S)
+    assert (seen[0], seen[-1]) == (0, 1)
+    assert seen == sorted(seen)
 
 
 def test_finished_rows_are_answered_before_the_others() -> None:

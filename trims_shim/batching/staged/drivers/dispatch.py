@@ -148,7 +148,7 @@ class StagedDispatch(ThreadDispatch):
             return
         is_typical = self.options.learning.ran(self._policy, job)
         batch = job.part.batch
-        self.stages.splits -= batch.is_split
+        was_split = batch.is_split
         self._tell(
             now_ns,
             StageEnded(
@@ -162,7 +162,7 @@ class StagedDispatch(ThreadDispatch):
                 is_joined=job.is_joined,
             ),
         )
-        self.stages.splits += batch.is_split
+        self.stages.splits += batch.is_split and not was_split
 
     def _count_stage(self, job: StageJob, gone: Sequence[Request]) -> None:
         record = self.record
