@@ -204,6 +204,15 @@ def test_none_does_where_stages_answer_some_early() -> None:
     assert [stage for stage, _ in serving.shown()] == [0], "nor on a device that takes only stages"
 
 
+def test_those_who_leave_for_another_reason_are_no_reason_against_it() -> None:
+    serving = Serving()
+    first = serving.ask()
+    serving.end(left=[first], has_exits=False)
+    serving.rule().is_whole = True
+    serving.ask()
+    assert [request.number for request in serving.whole[-1].batch] == [2]
+
+
 def test_with_two_devices_two_batches_are_on_their_way() -> None:
     serving = Serving(devices=2)
     serving.ask()

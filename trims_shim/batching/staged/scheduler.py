@@ -58,6 +58,9 @@ class StageEnded(Finished):
     part: Part
     left: Sequence[Request] = ()
     """The requests that are answered or failed: all after the last stage, unless it is a loop."""
+    has_exits: bool = True
+    """If any have left before the last stage: whether the stage has answered some of them. Others
+    were cancelled, or the whole function has answered them."""
     through: int | None = None
     """The last stage that was run; None if it is the stage of the RunStage."""
     is_joined: bool | None = None
@@ -112,7 +115,7 @@ class StagedBatching(Batching):
         batch.is_typical &= event.is_typical
         rule = self._rules.get(batch.key)
         through = event.part.stage if event.through is None else event.through
-        if event.left and through < self.pipeline.last:
+        if event.left and event.has_exits and through < self.pipeline.last:
             self._may_run_whole = False  # those that are finished early would wait for the others
         if event.is_joined is not None and not batch.is_apart:
             batch.is_apart = not event.is_joined

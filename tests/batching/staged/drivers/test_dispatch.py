@@ -249,6 +249,37 @@ def test_what_fails_in_a_whole_batch_fails_alone() -> None:
         assert [futures[0].result(LONG_S), futures[2].result(LONG_S)] == [1, 2]
 
 
+class FirstInStages(Whole):
+    """The first batch goes through the stages, all others run whole."""
+
+    begun = 0
+
+    def runs_whole(self, now_ns: int, size: int) -> bool:
+        self.begun += 1
+        return self.begun > 1
+
+
+@pytest.mark.parametrize("way", ["failed", "compared", "answered early"])
+def test_batches_run_whole_unless_stages_have_answered_some_early(way: str) -> None:
+    """Those that the whole function has answered would have waited for nobody."""
+    calls: list[list[int]] = []
+
+    def first(items: list[int]) -> Any:
+        calls.append(items)
+        if len(calls) == 1 and way == "failed":
+            raise ValueError("once")
+        if len(calls) == 1 and way == "answered early":
+            return EarlyExit([True], items, None)
+        return items
+
+    model = StagedModel([first, adding(1)])
+    whole: Any = (adding(1), model) if way == "compared" else (model, None)
+    with plain(whole[0], model=whole[1], policy=FirstInStages) as batcher:
+        assert batcher(1) == (1 if way == "answered early" else 2)
+        assert batcher(5) == 6
+        assert batcher.stage_stats().whole == (way != "answered early")
+
+
 def test_closing_waits_for_a_whole_batch_or_gives_up_those_behind_it() -> None:
     held = Held()
     batcher = plain(StagedModel([held, adding(1)]), policy=Whole)

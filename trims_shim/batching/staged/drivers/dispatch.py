@@ -158,6 +158,7 @@ class StagedDispatch(ThreadDispatch):
                 is_typical,
                 part=job.part,
                 left=left,
+                has_exits=job.has_exits,
                 through=job.through,
                 is_joined=job.is_joined,
             ),

@@ -131,6 +131,12 @@ class StageJob(Job):
         return self._output is not None and self._output.runs > 0
 
     @property
+    def has_exits(self) -> bool:
+        """The stage has answered some of its requests itself; others may have been cancelled."""
+        output = self._output
+        return output is not None and output.runs > 0 and bool(output.left)
+
+    @property
     def is_joined(self) -> bool | None:
         """Whether the stage ran several pieces as one batch; None if there were not several."""
         output = self._output
