@@ -18,6 +18,7 @@ from harness import PATIENCE_S, wait_until
 
 from trims_shim.batching.collating.collate import Collate
 from trims_shim.batching.flex.batcher import FlexBatcher, PreemptionStats
+from trims_shim.batching.flex.dispatch import FlexDispatch
 from trims_shim.batching.flex.exit_points import exit_point
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.errors import BatcherClosed, QueueFull, RequestDropped
@@ -190,6 +191,32 @@ def test_a_batch_is_given_up_at_its_exit_point_and_runs_again(
     assert scene.long.calls == [["a"], ["a"]]
     assert scene.batcher.preemption_stats().preemptions == 1
     assert scene.batcher.stats().answered == 5
+
+
+@pytest.mark.parametrize("step", ["_wait_again", "_free_seat", "_note"])
+def test_an_interrupt_while_a_batch_that_was_given_up_is_queued_again_loses_none_of_it(
+    make_scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    interrupts = [KeyboardInterrupt]
+    plain = getattr(FlexDispatch, step)
+
+    def interrupted(dispatch: FlexDispatch, of: Any) -> Any:
+        if interrupts:
+            raise interrupts.pop()
+        return plain(dispatch, of)
+
+    scene = make_scene()
+    longs = scene.submit("long", "a")
+    scene.long.wait()
+    shorts = scene.submit("short", *range(4))
+    monkeypatch.setattr(FlexDispatch, step, interrupted)
+    scene.long.open(9)
+    scene.short.open(9)
+    assert results(shorts) == [0, 1, 2, 3]
+    assert results(longs) == ["a!"]
+    assert not interrupts
+    assert scene.long.calls == [["a"], ["a"]]
+    scene.batcher.drain(PATIENCE_S)
 
 
 def test_what_giving_up_costs_is_told(make_scene: Callable[..., Scene]) -> None:

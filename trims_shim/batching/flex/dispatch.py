@@ -209,14 +209,15 @@ class FlexDispatch(ThreadDispatch):
         if not job.is_given_up or job not in self._jobs:
             super()._end(now_ns, job)
             return
-        self._jobs.discard(job)
-        self._free_seat(job)
-        self._note(job)
+        # Before it is forgotten: after an interrupt its requests are queued once more.
         gone = [each for each in job.requests if each not in (job.live or ())]
-        self.record.cancelled += len(gone)
         self._settled(gone)
         for request in job.live or ():
             self._wait_again(request)
+        self._jobs.discard(job)
+        self._free_seat(job)
+        self._note(job)
+        self.record.cancelled += len(gone)
         self._launch_held()
         if job.era == self._era:
             self._tell(now_ns, Preempted(job.device, list(job.live or ()), job.chosen_ns))

@@ -23,6 +23,7 @@ from trims_shim.batching import Batcher
 from trims_shim.batching.policies.window import Window
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.staged import EarlyExit, Loop, StagedModel, Stepped
+from trims_shim.batching.staged.drivers.dispatch import StagedDispatch
 from trims_shim.batching.staged.scheduler import StagedBatching
 from trims_shim.batching.staged.staged_rules import StagedRule
 from trims_shim.errors import BatcherClosed, BatchingError, RequestDropped
@@ -889,6 +890,26 @@ def test_a_policy_that_fails_fails_what_waits_and_what_runs_is_run_again() -> No
         stats = batcher.stats()
     assert (stats.answered, stats.failed, stats.submitted) == (1, 1, 2)
     assert first.batches == [[1], [1]]
+
+
+def test_what_is_queued_again_is_not_lost_by_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupts = [KeyboardInterrupt]
+    wait_again = StagedDispatch._wait_again
+
+    def interrupted(dispatch: StagedDispatch, request: Any) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        wait_again(dispatch, request)
+
+    held = Held()
+    with plain(StagedModel([held, adding(1)]), policy="immediate") as batcher:
+        future = batcher.submit(1)
+        held.gate.wait_entered()
+        break_down(batcher, RuntimeError("broken"))
+        monkeypatch.setattr(StagedDispatch, "_wait_again", interrupted)
+        held.gate.open(2)
+        assert future.result(LONG_S) == 2
+    assert not interrupts
 
 
 def test_a_policy_that_is_interrupted_gets_all_back_that_is_on_its_way() -> None:

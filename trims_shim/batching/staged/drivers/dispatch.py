@@ -220,12 +220,14 @@ class StagedDispatch(ThreadDispatch):
 
     def _begin_again(self, request: Request) -> bool:
         """Queue an active request again; False if it had to fail instead."""
-        del self._active[request.number]
-        if self._is_heard(request):
+        # It is in one of the two at any time: an interrupt between them must not lose it.
+        is_heard = self._is_heard(request)
+        if is_heard:
             self._fail([request], self._interrupted())
-            return False
-        self._wait_again(request)
-        return True
+        else:
+            self._wait_again(request)
+        del self._active[request.number]
+        return not is_heard
 
     def _is_heard(self, request: Request) -> bool:
         """Whether its caller already streams pieces; if not, forget the pieces."""
