@@ -13,7 +13,7 @@ from trims_shim.batching.drivers.lanes import CpuLane
 from trims_shim.batching.drivers.replies import BlockedCall, Entry, Failure
 from trims_shim.batching.flex.exit_points import ExitPoints
 from trims_shim.batching.flex.models import FlexFunctions, stages_of
-from trims_shim.batching.staged import Loop, StagedModel
+from trims_shim.batching.staged import EarlyExit, Loop, StagedModel
 
 
 def double(values: list[int]) -> list[int]:
@@ -57,6 +57,18 @@ def test_stages_run_in_their_order() -> None:
     staged = functions([double, lambda values: [value + 1 for value in values]])
     assert run(staged, 1, 2) == [3, 5]
     assert staged.run(entries(1, 2)) == [3, 5]
+
+
+def test_rows_that_leave_early_are_answered_with_the_others() -> None:
+    def odd_leave(values: list[int]) -> EarlyExit:
+        even = [value for value in values if value % 2 == 0]
+        odd = [value for value in values if value % 2]
+        return EarlyExit([value % 2 == 1 for value in values], odd, even)
+
+    staged = functions(StagedModel([odd_leave, double]))
+    for values, expected in (([1, 2, 3, 4], [1, 4, 3, 8]), ([1, 3], [1, 3])):
+        assert run(staged, *values) == expected
+        assert staged.run(entries(*values)) == expected
 
 
 def test_a_sequential_is_its_children_and_gives_the_same() -> None:

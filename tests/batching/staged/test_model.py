@@ -12,6 +12,7 @@ from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.staged.activations import EarlyExit, Stepped
 from trims_shim.batching.staged.model import Loop, StagedModel
 from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
+from trims_shim.errors import BadBatch
 
 PROFILE = StagedProfile.even(LatencyProfile.linear(1, 1, max_batch_size=4), 2)
 
@@ -69,6 +70,13 @@ class TestTheWhole:
     def test_all_leave(self) -> None:
         model = StagedModel([torch.neg, leave_above(-9), fail])
         assert model(torch.tensor([4.0, 1.0])) == [-4, -1]
+
+    def test_the_last_stage_may_be_one_that_rows_leave_early(self) -> None:
+        assert StagedModel([leave_above(-9)])(torch.tensor([4.0, 1.0])) == [4, 1]
+        assert StagedModel([torch.neg, leave_above(-9)])(torch.tensor([4.0, 1.0])) == [-4, -1]
+        for bound in (1, 4):
+            with pytest.raises(BadBatch, match=r"last stage .* rows that go on"):
+                StagedModel([torch.abs, leave_above(bound)])(torch.tensor([4.0, 1.0]))
 
     def test_a_loop_ends_for_each_row_by_itself(self) -> None:
         def count_down(state: torch.Tensor) -> Stepped:

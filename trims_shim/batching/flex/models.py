@@ -17,6 +17,7 @@ from trims_shim.batching.drivers.lanes import Lane
 from trims_shim.batching.drivers.replies import Entry, Failure
 from trims_shim.batching.flex.exit_points import ExitPoints, GivenUp
 from trims_shim.batching.staged.model import Loop, check_stage
+from trims_shim.batching.staged.whole import run_whole
 from trims_shim.diagnostics import pass_on
 from trims_shim.errors import BadBatch
 
@@ -57,7 +58,7 @@ class _Model:
         self.name = name
         self.stages = stages
         self.isolates = isolates
-        whole = {device: functools.partial(_run_all, each) for device, each in stages.items()}
+        whole = {device: functools.partial(_whole, each) for device, each in stages.items()}
         self.functions = {
             device: BatchFunction(
                 function,
@@ -75,14 +76,8 @@ class _Model:
         return next(iter(self.functions.values()))
 
 
-def _run_all(
-    stages: Sequence[Stage], *batch: Any, between: Callable[[], None] = lambda: None
-) -> Any:
-    value = stages[0](*batch)
-    for stage in stages[1:]:
-        between()
-        value = stage(value)
-    return value
+def _whole(stages: Sequence[Stage], *batch: Any) -> Any:
+    return run_whole(stages, batch)
 
 
 class FlexFunctions:
@@ -157,7 +152,7 @@ class FlexFunctions:
         try:
             with lane.enter(), points:
                 collate, items, batch = function.joined(entries)
-                value = _run_all(model.stages[name], *batch, between=points.check)
+                value = run_whole(model.stages[name], batch, between=points.check)
                 lane.finish(value)
             return answers(collate, value, items, function=model.name)
         except GivenUp:

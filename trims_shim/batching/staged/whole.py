@@ -11,36 +11,51 @@ from typing import Any
 from trims_shim.batching.collating.splitting import split
 from trims_shim.batching.drivers.replies import FAILURES
 from trims_shim.batching.staged.activations import EarlyExit, Stepped
+from trims_shim.errors import BadBatch
 
 __all__ = ["answers_of", "run_steps", "run_whole"]
 
 Take = Callable[[Any, Sequence[int]], Any]
 
 
-def run_whole(stages: Sequence[Callable[..., Any]], batch: Sequence[Any]) -> Any:
-    """Return the last stage's output; if rows left earlier, a list of one result for each row.
+def run_whole(
+    stages: Sequence[Callable[..., Any]],
+    batch: Sequence[Any],
+    *,
+    between: Callable[[], None] = lambda: None,
+) -> Any:
+    """Return the last stage's output; if rows left early, a list of one result for each row.
 
-    ``batch`` has one element for each argument of the first stage. For a loop, the caller passes a
-    last stage that runs it to its end.
+    ``batch`` has one element for each argument of the first stage. ``between`` is called between
+    two stages. For a loop, the caller passes a last stage that runs it to its end. Raises BadBatch
+    if the last stage leaves rows unfinished.
     """
     value = stages[0](*batch)
     rows: list[int] | None = None
     results: dict[int, Any] = {}
-    for stage in stages[1:]:
+    later = list(stages[1:])
+    while True:
         if isinstance(value, EarlyExit):
-            left = [index for index, is_finished in enumerate(value.finished) if is_finished]
-            rows = list(range(len(value.finished))) if rows is None else rows
-            found = split(value.results, len(left))
-            results.update((rows[index], each) for index, each in zip(left, found, strict=True))
-            rows = [row for index, row in enumerate(rows) if index not in left]
-            if not rows:
-                break
+            rows = _going_on(value, rows, results)
             value = value.rest
-        value = stage(value)
+            if rows and not later:
+                raise BadBatch("the last stage returned an EarlyExit with rows that go on")
+        if not later or rows == []:
+            break
+        between()
+        value = later.pop(0)(value)
     if rows is None:
         return value
     results.update(zip(rows, split(value, len(rows)) if rows else (), strict=True))
     return [results[row] for row in sorted(results)]
+
+
+def _going_on(output: EarlyExit, rows: list[int] | None, results: dict[int, Any]) -> list[int]:
+    """Add the results of finished rows; return the others. ``rows``: None for all, in order."""
+    rows = list(range(len(output.finished))) if rows is None else rows
+    ended = [row for row, is_finished in zip(rows, output.finished, strict=True) if is_finished]
+    results.update(zip(ended, split(output.results, len(ended)), strict=True))
+    return [row for row in rows if row not in results]
 
 
 def answers_of(rows: Sequence[list[Any]], result: Callable[[list[Any]], Any]) -> list[Any]:
