@@ -55,6 +55,25 @@ def test_each_instance_has_its_own_stages() -> None:
     assert two.named.stats().submitted == 2
 
 
+def test_methods_of_one_name_have_stages_of_their_own() -> None:
+    class Two:
+        def __init__(self) -> None:
+            self.doubling = StagedModel([lambda items: [2 * item for item in items]])
+            self.squaring = StagedModel([lambda items: [item * item for item in items]])
+
+        @batched(model="doubling", name="model", collate="list")
+        def double(self, items: list[int]) -> list[int]:
+            return [2 * item for item in items]
+
+        @batched(model="squaring", name="model", collate="list")
+        def square(self, items: list[int]) -> list[int]:
+            return [item * item for item in items]
+
+    two = Two()
+    assert (two.double(3), two.square(3)) == (6, 9)
+    assert two.square.model is two.squaring
+
+
 def test_a_function_of_the_instance_is_called_once() -> None:
     scaler = Scaler(3)
     assert [scaler.made(item) for item in (1, 2)] == [4, 7]

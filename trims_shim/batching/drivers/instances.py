@@ -7,11 +7,14 @@ reference from outside to such an engine would keep both alive for good.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 
 from trims_shim.batching.drivers.engine import Engine
 
 __all__ = ["Beside", "Inside"]
+
+_numbers = itertools.count(1)
 
 
 class Beside:
@@ -49,11 +52,12 @@ class Beside:
 
 
 class Inside(Beside):
-    """Engines in the instance's ``__dict__``, by the batcher's name; beside it if it has none."""
+    """Engines in the instance's ``__dict__``; beside it if it has none."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self._name = f"batcher of {name}"
+        # Not the name alone: several methods of a class may have been given one and the same.
+        self._name = f"batcher {next(_numbers)} of {name}"
 
     def find(self, instance: object) -> Engine | None:
         """See :class:`Beside`."""
