@@ -718,8 +718,14 @@ def _outcome(future: BatchFuture) -> Any:
 def _pieces(reply: StreamReply, dispatch: Dispatch, request: Request) -> Generator[Any, None, None]:
     try:
         yield
-        while (piece := reply.get()) is not END:
+        while (piece := _next_piece(reply, dispatch)) is not END:
             yield piece
     finally:
         reply.is_abandoned = True
         dispatch.cancel(request)
+
+
+def _next_piece(reply: StreamReply, dispatch: Dispatch) -> Any:
+    if not reply.has_pieces:
+        dispatch.check_may_wait()  # it may be another thread, or another batch, than at first
+    return reply.get()

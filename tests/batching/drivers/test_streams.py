@@ -194,6 +194,24 @@ def test_functions_that_do_not_stream_have_one_piece() -> None:
         assert run(main()) == [2]
 
 
+def test_pieces_are_not_waited_for_in_the_middle_of_a_batch() -> None:
+    """They come after it."""
+    may_read = threading.Event()
+
+    def reading(items: list[int]) -> Iterator[list[Any]]:
+        if items == [1]:
+            assert may_read.wait(LONG_S)
+            yield [next(pieces)]
+        yield items
+
+    batcher = Batcher(reading, policy="immediate", max_batch_size=1)
+    reader = batcher.submit(1)
+    pieces = batcher.stream(2)
+    may_read.set()
+    assert "this thread runs a batch" in str(reader.exception(LONG_S))
+    batcher.close(timeout_s=LONG_S)
+
+
 def test_a_stream_that_is_never_read_is_given_up() -> None:
     with together(count) as batcher:
         pieces = batcher.stream(3)

@@ -145,7 +145,7 @@ class AwaitedStream(StreamReply):
 
     async def aget(self) -> Any:
         """The next piece, or END; raises the error."""
-        while self._pieces.empty():
+        while not self.has_pieces:
             self._arrived.clear()
             await self._arrived.wait()
         return self.get()

@@ -53,6 +53,11 @@ class StreamReply:
         """In a forked child: no more pieces come."""
         self.fail(BatchingError(OTHER_PROCESS))
 
+    @property
+    def has_pieces(self) -> bool:
+        """Whether :meth:`get` returns, or raises, without blocking."""
+        return not self._pieces.empty()
+
     def get(self) -> Any:
         """The next piece, or END. Blocks; raises the error."""
         piece = self._pieces.get()
