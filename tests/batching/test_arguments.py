@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.batching.waiting import Gate
+from tests.batching.waiting import LONG_S, Gate
 from trims_shim.batching import Batcher, FlexBatcher, LatencyProfile, Pad
 from trims_shim.batching.policies import POLICIES
 from trims_shim.batching.staged import StagedModel, generation
@@ -135,3 +136,11 @@ def test_one_item_is_not_several_arguments() -> None:
 def test_profiles_are_finite() -> None:
     with pytest.raises(ValueError, match="not positive and finite"):
         LatencyProfile([INFINITY])
+
+
+def test_numbers_of_numpy_may_be_small() -> None:
+    """A product with another number has their type, and would be beyond it."""
+    with batcher(slo_ms=np.int32(5000)) as made:
+        assert made.slo_ms == 5000
+        assert made.submit(1, deadline_ms=np.int16(5000)).result(LONG_S) == 1
+    assert window(np.int32(5000))._wait_ns == 5_000_000_000

@@ -60,7 +60,7 @@ def span_ns(name: str, limit_ms: float) -> int:
         raise TypeError(f"{name} is {limit_ms!r}; it has to be a number of milliseconds") from None
     if is_nan:
         raise ValueError(f"{name} is not a number")
-    limit_ns = limit_ms * _NS_PER_MS
+    limit_ns = float(limit_ms) * _NS_PER_MS  # numpy's numbers may be too small for the product
     if limit_ns > _LONGEST_NS:
         return NEVER_NS
     return round(max(limit_ns, -_LONGEST_NS))

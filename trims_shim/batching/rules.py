@@ -145,4 +145,4 @@ def duration_ns(option: str, duration_ms: float) -> int:
         ) from None
     if not is_duration:
         raise ValueError(f"{option} is {duration_ms}; it has to be 0 or more, and finite")
-    return round(duration_ms * _NS_PER_MS)
+    return round(float(duration_ms) * _NS_PER_MS)
