@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -146,3 +147,22 @@ def test_all_of_the_last_stage_leave() -> None:
     job.begin(5)
     assert not job.requests[0].payload.reply.cancel()  # it is too late
     assert all(map(job.lets_go, job.requests))
+
+
+class _Interrupting(list[Any]):
+    """No results; a signal comes when they are looked at."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_at_the_end_of_a_stage_leaves_its_requests_to_whoever_goes_on() -> None:
+    job = job_of(2)
+    job.begin(5)
+    job.pieces()
+    output = going_on(job, 0, 1)
+    output.results = _Interrupting()
+    with pytest.raises(KeyboardInterrupt):
+        job.end_stage(12, output)
+    assert job.results is None
+    assert job.begin(13) == [each.payload for each in job.requests]

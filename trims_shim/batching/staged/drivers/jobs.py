@@ -185,8 +185,12 @@ class StageJob(Job):
         self._output = output
         self._add_duration(now_ns)
         self.is_alone = self.is_alone and output.runs == 1
-        self.live = [*output.left, *output.finished]
-        self.end(now_ns, [*output.results, *[None] * len(output.finished)])
+        live = [*output.left, *output.finished]
+        results = [*output.results, *[None] * len(output.finished)]
+        self.ended_ns = now_ns
+        # No interrupt can come between these two, and whoever continues finds both or neither.
+        self.live = live
+        self.results = results
 
     def end_with(self, now_ns: int, error: BaseException) -> None:
         """See :class:`Job`."""
