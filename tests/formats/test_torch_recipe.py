@@ -413,6 +413,7 @@ def test_tensors_that_torch_would_refuse_or_treat_differently(fields: dict[str, 
         (b"N)R.", UnsupportedFormat),
         (b"ccollections\nOrderedDict\n)RN}K\x01Nsb.", UnsupportedFormat),
         (b"ccollections\nOrderedDict\n)R}K\x01Nsb.", UnsupportedFormat),
+        (b"ccollections\nOrderedDict\n)R}X\x0c\0\0\0__setstate__Nsb.", UnsupportedFormat),
         (b"c_codecs\nencode\nX\x02\0\0\0\xc4\x80X\x06\0\0\0latin1\x86R.", UnsupportedFormat),
         (b"c_codecs\nencode\nX\x01\0\0\0aX\x05\0\0\0utf-8\x86R.", UnsupportedFormat),
         (b"]q\x00h\x00a.", UnsupportedFormat),
@@ -477,6 +478,25 @@ def test_hooks_are_no_part_of_the_result() -> None:
     tensor = _one_tensor(rest=b"\x89h\x00tR")[2:-1]
     with pytest.raises(UnsupportedFormat, match="backward hooks"):
         read_recipe(b"\x80\x02" + _HOOKS + b"q\x00" + tensor + b"\x86.")
+
+
+_AS_PARAMETER = b"ctorch._utils\n_rebuild_parameter\n"
+_ARGUMENTS = _one_tensor()[2:-1] + b"\x88" + _HOOKS + b"\x87q\x00"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        _one_tensor(rest=b"\x89" + _HOOKS + b"tq\x00R" + _REBUILD + b"h\x00R\x86")[2:],
+        _AS_PARAMETER + _ARGUMENTS + b"R" + _AS_PARAMETER + b"h\x00R\x86.",
+        _AS_PARAMETER + _ARGUMENTS + b"Rh\x00\x86.",
+        _ARGUMENTS + b"\x85" + _AS_PARAMETER + b"h\x00R\x86.",
+    ],
+)
+def test_arguments_with_hooks_in_two_places(code: bytes) -> None:
+    """In what torch builds they are the same hooks."""
+    with pytest.raises(UnsupportedFormat, match="arguments of a call twice"):
+        read_recipe(b"\x80\x02" + code)
 
 
 def test_one_storage_described_in_two_ways(tools: Any) -> None:

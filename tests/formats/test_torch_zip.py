@@ -330,6 +330,7 @@ def test_records_listed_out_of_order(plain: bytes) -> None:
         ({"version": b"3" * 21}, "21 bytes"),
         ({"version": b"3", "byteorder": b"middle"}, "'byteorder'"),
         ({"version": b"3", ".storage_alignment": b"a"}, "not a number"),
+        ({"version": b"3", "ByteOrder": b"big"}, "other letters"),
         ({"version": b"3", "folder/": b""}, "marked as a directory"),
     ],
 )

@@ -78,6 +78,11 @@ def _damage_name(data: bytes) -> bytes:
     return data[:start] + data[start:].replace(b"/data/", b"/DATA/", 1)
 
 
+def _damage_note(data: bytes) -> bytes:
+    """torch finds the record all the same."""
+    return data.replace(b"byteorder", b"ByteOrder").replace(b"little", b"middle")
+
+
 def _damage_end(data: bytes) -> bytes:
     return _flipped(data, data.rindex(b"PK\x05\x06") + 16)
 
@@ -100,6 +105,7 @@ DAMAGES = {
     for function in (
         _damage_directory,
         _damage_name,
+        _damage_note,
         _damage_end,
         _damage_weight,
         _damage_local_header,

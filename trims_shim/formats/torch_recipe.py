@@ -156,6 +156,7 @@ class _Reader:
     """
 
     __slots__ = (
+        "_arguments",
         "_frames",
         "_hooks",
         "_memo",
@@ -190,6 +191,7 @@ class _Reader:
         self._tuples: list[_Tuple] = []
         self._waiting: set[int] = set()
         self._hooks: dict[int, OrderedDict[Any, Any]] = {}
+        self._arguments: dict[int, _Tuple] = {}
         self._shared: set[int] = set()
         self._runs = TensorRuns(
             data, self._memo, self.share_storage, function=_TENSOR_V2, hooks=_ORDERED_DICT
@@ -272,6 +274,8 @@ class _Reader:
         if kind in _CONTAINER_TYPES:
             if id(item) in self._hooks:
                 raise UnsupportedFormat("pickle reuses the backward hooks of a tensor")
+            if id(item) in self._arguments:
+                raise UnsupportedFormat("pickle uses the arguments of a call twice")
             self._shared.add(id(item))
         elif item is HIDDEN:
             raise UnsupportedFormat("pickle reuses an argument of a tensor")
@@ -430,6 +434,9 @@ class _Reader:
             raise UnsupportedFormat(f"pickle sets the state of {_described(target)}")
         if not all(type(key) is str for key in state):
             raise UnsupportedFormat("pickle sets an attribute whose name is not a string")
+        # A pickle would call it with the next state.
+        if "__setstate__" in state:
+            raise UnsupportedFormat("pickle sets a method as an attribute")
         # The state is copied now: a None that waits for its tensor would stay.
         if id(state) in self._waiting:
             raise UnsupportedFormat("pickle sets a tensor as an attribute")
@@ -454,6 +461,8 @@ class _Reader:
         items: Any = arguments.items if type(arguments) is _Tuple else arguments
         if type(arguments) not in (_Tuple, tuple) or type(function) is not Global:
             raise UnsupportedFormat(f"pickle calls {_described(function)}")
+        if type(arguments) is _Tuple:
+            self._take_arguments(arguments)
         if function is _ORDERED_DICT and items == ():
             self.stack.append(OrderedDict())
         elif function is _TENSOR_V2 and len(items) == 6:
@@ -498,6 +507,15 @@ class _Reader:
             raise UnsupportedFormat(f"pickle rebuilds a parameter of {name} with gradients")
         self.stack.append(ValueNode(~len(self.parameters)))
         self.parameters.append(ParameterSpec(tensor.index, requires_grad))
+
+    def _take_arguments(self, arguments: _Tuple) -> None:
+        """Keep the tuple, so that :meth:`_get` can see whether it is used again.
+
+        It holds the dict of hooks, which two tensors, or a tensor and the data, would share.
+        """
+        if id(arguments) in self._shared:
+            raise UnsupportedFormat("pickle uses the arguments of a call twice")
+        self._arguments[id(arguments)] = arguments
 
     def _take_hooks(self, hooks: Any) -> None:
         """Keep the dict, so that :meth:`_finish` can see whether it was filled later."""

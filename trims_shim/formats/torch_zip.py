@@ -58,6 +58,8 @@ _MAX_DIRECTORY_BYTES = 64 << 20
 _VERSIONS = {b"%d%s" % (n, end) for n in range(1, 11) for end in (b"", b"\n")}
 """``kMinSupportedFileFormatVersion`` to ``kMaxSupportedFileFormatVersion`` of caffe2/serialize."""
 _MAX_NOTE_BYTES = 20
+_NOTES = frozenset({b".storage_alignment", b"byteorder", b"version"})
+"""Records that say how to read the others. miniz finds them in letters of any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,9 +314,13 @@ def _relative_names(names: list[bytes]) -> list[str]:
     joined = b"\0".join([name[cut:] for name in names])
     if joined.count(b"\0") != len(names) - 1:
         raise UnsupportedFormat("a record has a NUL in its name")
-    if len(set(joined.lower().split(b"\0"))) != len(names):
+    lowered = set(joined.lower().split(b"\0"))
+    if len(lowered) != len(names):
         repeated = Counter(name.lower() for name in names).most_common(1)[0][0]
         raise CorruptFile(f"record {repeated!r}: more than once (case is ignored)")
+    for note in _NOTES & lowered:
+        if start + note not in names:
+            raise UnsupportedFormat(f"record {note!r}: written in other letters")
     try:
         prefix.decode()
         return joined.decode().split("\0")
