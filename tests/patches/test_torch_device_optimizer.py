@@ -137,6 +137,18 @@ def test_groups_that_are_added_later(sharing: Net) -> None:
     train(sharing, optimizer)
 
 
+def test_an_optimizer_without_a_hash(sharing: Net) -> None:
+    class Equal(torch.optim.SGD):
+        def __eq__(self, other: object) -> bool:
+            return type(other) is Equal
+
+    optimizer = Equal(sharing.parameters(), lr=0.1)
+    assert not shared(sharing.first.weight)
+    assert torch_unshare.trained() == set(map(id, sharing.parameters()))
+    del optimizer
+    assert not torch_unshare.trained()
+
+
 def test_errors_are_torchs(sharing: Net) -> None:
     with pytest.raises(ValueError, match="can't optimize a non-leaf"):
         torch.optim.SGD([sharing.first.weight * 2], lr=0.1)
@@ -269,6 +281,7 @@ INITIALIZERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "xavier_normal_": lambda tensor: nn.init.xavier_normal_(tensor),
     "kaiming_uniform_": lambda tensor: nn.init.kaiming_uniform_(tensor),
     "kaiming_normal_": lambda tensor: nn.init.kaiming_normal_(tensor=tensor),
+    "a name that was imported before": nn.init.kaiming_uniform_,
     "orthogonal_": lambda tensor: nn.init.orthogonal_(tensor),
     "sparse_": lambda tensor: nn.init.sparse_(tensor, 0.5),
     "eye_": lambda tensor: nn.init.eye_(tensor),
@@ -287,6 +300,13 @@ def test_initialisation(sharing: Net, fill: Callable[[torch.Tensor], Any], by: s
     assert torch.equal(sharing.first.weight, plain)
     assert not shared(sharing.first.weight)
     assert shared(sharing.second.weight)
+
+
+@pytest.mark.parametrize("name", ["kaiming_uniform_", "kaiming_normal_"])
+def test_warnings_name_the_line_that_initialises(devices: Devices, name: str) -> None:
+    with pytest.warns(UserWarning, match="zero-element") as caught:
+        getattr(nn.init, name)(torch.empty(0, 3))
+    assert [each.filename for each in caught] == [__file__]
 
 
 def test_reset_parameters(sharing: Net) -> None:
@@ -311,15 +331,6 @@ def test_averaging_that_is_resumed(sharing: Net) -> None:
     average.update_parameters(sharing)
     assert not shared(average.module.first.weight)
     assert shared(sharing.first.weight)
-
-
-def test_distributed_data_parallel(sharing: Net) -> None:
-    """Its constructor broadcasts into the module; here it only gets as far as the seam."""
-    sharing.first._buffers["weight"] = sharing.first._parameters.pop("weight").detach()
-    assert shared(sharing.first.weight)
-    with pytest.raises((RuntimeError, ValueError), match="process group"):
-        torch.nn.parallel.DistributedDataParallel(sharing)
-    assert not any(shared(each) for each in (*sharing.parameters(), *sharing.buffers()))
 
 
 def test_two_threads_make_the_same_tensor_private(
@@ -407,6 +418,16 @@ def test_broadcasts_of_many(sharing: Net, group: Any) -> None:
     assert not any(shared(each) for each in sharing.parameters())
 
 
+def test_distributed_data_parallel(sharing: Net, group: Any) -> None:
+    """Its constructor broadcasts into the module, and its warnings name its caller."""
+    sharing.first._buffers["weight"] = sharing.first._parameters.pop("weight").detach()
+    assert shared(sharing.first.weight)
+    with pytest.warns(FutureWarning, match="check_reduction") as caught:
+        torch.nn.parallel.DistributedDataParallel(sharing, check_reduction=True)
+    assert [each.filename for each in caught] == [__file__]
+    assert not any(shared(each) for each in (*sharing.parameters(), *sharing.buffers()))
+
+
 def test_registered_buffers(sharing: Net, path: str) -> None:
     state = torch.load(path, map_location="cuda")
     before = state["first.weight"].clone()
@@ -446,7 +467,7 @@ def test_sending_to_another_process(sharing: Net) -> None:
         sent.append(storage)
         return "handles"
 
-    send = torch_unshare.POINTS[2].wrap(original)
+    send = torch_unshare.POINTS[1].wrap(original)
     storage = sharing.first.weight.untyped_storage()
     assert send(storage) == "handles"
     assert not torch_device.lies_in_arena(sent[0])
@@ -477,8 +498,8 @@ class Graph:
         return "ended"
 
 
-begin = torch_unshare.POINTS[3].wrap(Graph.capture_begin)
-end = torch_unshare.POINTS[4].wrap(Graph.capture_end)
+begin = torch_unshare.POINTS[2].wrap(Graph.capture_begin)
+end = torch_unshare.POINTS[3].wrap(Graph.capture_end)
 
 
 def test_nothing_is_unmapped_during_a_capture(devices: Devices, sharing: Net, path: str) -> None:
@@ -521,8 +542,8 @@ def test_captures_of_programs_that_share_nothing(
 def test_both_ends_of_a_capture_are_seams() -> None:
     of_cuda = ("torch.cuda.CUDAGraph.capture_begin", "torch.cuda.CUDAGraph.capture_end")
     of_any = ("torch.accelerator.Graph.capture_begin", "torch.accelerator.Graph.capture_end")
-    assert tuple(each.name for each in torch_unshare.POINTS[3:7]) == of_cuda + of_any
-    for each in torch_unshare.POINTS[3 : 7 if "torch.accelerator.graphs" in sys.modules else 5]:
+    assert tuple(each.name for each in torch_unshare.POINTS[2:6]) == of_cuda + of_any
+    for each in torch_unshare.POINTS[2 : 6 if "torch.accelerator.graphs" in sys.modules else 4]:
         assert callable(points.resolve(each.target).original)
 
 

@@ -47,14 +47,9 @@ POINTS: tuple[PatchPoint, ...] = (
         wrap=_wrap,
     ),
     DevicePoint(
-        name="torch.nn.init.kaiming_uniform_",
-        target="torch.nn.init:kaiming_uniform_",
-        supported="2.4 and newer",
-        wrap=_wrap,
-    ),
-    DevicePoint(
-        name="torch.nn.init.kaiming_normal_",
-        target="torch.nn.init:kaiming_normal_",
+        # Of kaiming_uniform_ and kaiming_normal_, whose own warning names their caller.
+        name="torch.nn.init._calculate_correct_fan",
+        target="torch.nn.init:_calculate_correct_fan",
         supported="2.4 and newer",
         wrap=_wrap,
     ),

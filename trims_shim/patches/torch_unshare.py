@@ -11,8 +11,8 @@ usual writers. For tensors elsewhere, each seam costs one lookup in an empty ind
 - a buffer, which its module may write, is registered or put in (:mod:`.accelerate_buffers`);
 - an embedding renormalises its weight, also where ``max_norm`` was set, or given to the function,
   after the load;
-- ``DistributedDataParallel`` synchronises its module; ``AveragedModel`` updates its own; FSDP,
-  DeepSpeed and others broadcast a tensor to give all ranks the same weights;
+- ``AveragedModel`` updates its module; ``DistributedDataParallel``, FSDP, DeepSpeed and others
+  broadcast tensors to give all ranks the same weights;
 - ``torch.multiprocessing`` sends a tensor: memory that is not torch's cannot be sent, a copy can;
 - peft writes to base weights and adapters (:mod:`.peft_merge`, :mod:`.peft_hotswap`), RWKV to its
   own (:mod:`.transformers_rwkv`).
@@ -59,7 +59,8 @@ __all__ = [
     "writing_tensor",
 ]
 
-_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+_optimizers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""All that have parameters, by identity: one that defines equality need not have a hash."""
 _moving = threading.RLock()
 """A forked child never waits for it: nothing is shared there."""
 
@@ -134,7 +135,8 @@ def trained() -> frozenset[int]:
     """Return the identities of all parameters of live optimizers."""
     return frozenset(
         id(parameter)
-        for optimizer in list(_optimizers)
+        for reference in _optimizers.valuerefs()  # a list, whatever other threads add meanwhile
+        if (optimizer := reference()) is not None
         for group in optimizer.param_groups
         for parameter in group["params"]
     )
@@ -185,7 +187,7 @@ def _wrap_add_param_group(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def add_param_group(self: Any, param_group: Any) -> Any:
         result = original(self, param_group)
-        _optimizers.add(self)
+        _optimizers[id(self)] = self
         unshare(param_group["params"], "optimizer")
         return result
 
@@ -206,16 +208,6 @@ def _wrap_optimizer_load(original: Callable[..., Any]) -> Callable[..., Any]:
 def _state_of(optimizer: Any) -> Iterator[Any]:
     for state in optimizer.state.values():
         yield from state.values() if isinstance(state, dict) else (state,)
-
-
-def _wrap_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def __init__(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(module, torch.nn.Module):
-            unshare_module(module, "distributed")
-        original(self, module, *args, **kwargs)
-
-    return __init__
 
 
 def _wrap_register(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -325,12 +317,6 @@ POINTS: tuple[PatchPoint, ...] = (
         target="torch.optim.optimizer:Optimizer.add_param_group",
         supported="2.4 and newer",
         wrap=_wrap_add_param_group,
-    ),
-    DevicePoint(
-        name="torch.nn.parallel.DistributedDataParallel",
-        target="torch.nn.parallel.distributed:DistributedDataParallel.__init__",
-        supported="2.4 and newer",
-        wrap=_wrap_parallel,
     ),
     DevicePoint(
         name="torch.UntypedStorage._share_cuda_",
