@@ -1487,6 +1487,12 @@ def test_a_torch_without_the_private_parts_is_left_alone(monkeypatch: pytest.Mon
         assert "cannot be noticed" in str(torch_copies.missing_capability())
 
 
+def test_a_default_device_of_the_program_does_not_matter() -> None:
+    """The patches may be applied when it is set already."""
+    with torch.device("meta"):
+        assert torch_copies.missing_capability() is None
+
+
 def test_the_wrapper_looks_like_the_original() -> None:
     assert inspect.signature(nn.Module.load_state_dict) == inspect.signature(torchs_own)
     assert nn.Module.load_state_dict.__doc__ == torchs_own.__doc__

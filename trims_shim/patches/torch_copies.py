@@ -101,7 +101,7 @@ def missing_capability() -> str | None:
     if reason := torch_repoint.missing_capability():
         return reason
     for what, export in _exports():
-        tensor = torch.zeros(4)
+        tensor = torch.zeros(4, device="cpu")
         keep = export(tensor)
         if _Owners.of(tensor) == _sole():
             return f"{what} cannot be noticed"

@@ -364,7 +364,8 @@ def make_resizable(storage: torch.UntypedStorage, *, keeps_bytes: bool) -> None:
             return
         with unseen():
             # Equally large, or empty: torch swaps no others.
-            own = (bytes_over(storage).clone() if keeps_bytes else torch.empty(0)).untyped_storage()
+            empty = torch.empty(0, device="cpu")
+            own = (bytes_over(storage).clone() if keeps_bytes else empty).untyped_storage()
         torch_repoint.move([storage], [own], ())
     # Border: torch says that the storage is not resizable.
     except Exception as error:
