@@ -319,6 +319,7 @@ CALLS: dict[str, Callable[[Any, str], Any]] = {
     "no arguments": lambda open, path: open(),
     "too many": lambda open, path: open(path, "pt", "cuda", "mmap"),
     "unknown argument": lambda open, path: open(path, "pt", "cuda", color=1),
+    "an argument twice": lambda open, path: open(path, "pt", "cuda", filename=path),
     "unknown framework": lambda open, path: open(path, "xx", "cuda"),
     "numpy on a device": lambda open, path: open(path, "np", "cuda"),
     "unknown backend": lambda open, path: open(path, "pt", "cuda", backend="xx"),

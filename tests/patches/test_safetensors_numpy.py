@@ -96,3 +96,13 @@ def test_an_argument_that_the_library_does_not_know_is_its_error(
     with pytest.raises(TypeError, match="unexpected keyword argument 'device'"):
         library.load_file(path, device="cpu")
     assert daemon.reads(path) == 0
+
+
+def test_what_a_program_put_in_its_place_before_is_called(
+    daemon: FakeDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path, a=numpy.ones(9))
+    monkeypatch.setattr(library, "load_file", lambda filename: [filename])
+    applied = points.apply(safetensors_numpy.POINTS[0])
+    assert library.load_file(path) == [path]
+    points.undo(applied)

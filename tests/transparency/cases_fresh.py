@@ -92,6 +92,25 @@ def _note_loads(calls: list[str]) -> None:
     torch.serialization._load = replacement  # type: ignore[assignment]
 
 
+def _subclass_reader(calls: list[str]) -> None:
+    import torch
+
+    original: Any = torch.serialization._open_zipfile_reader
+
+    class Noting(original):  # type: ignore[misc]
+        def __init__(self, file: Any) -> None:
+            calls.append("reader")
+            super().__init__(file)
+
+    torch.serialization._open_zipfile_reader = Noting  # type: ignore[misc]
+
+
+def _note_mappings(calls: list[str]) -> None:
+    import torch
+
+    _noting(torch.UntypedStorage, "from_file", calls)
+
+
 def _note_tensors(calls: list[str]) -> None:
     import torch
 
@@ -136,6 +155,7 @@ REPLACEMENTS = {
     for function in (
         *(_note_modules, _note_norms, _note_loads, _note_tensors, _note_parameters),
         *(_note_locations, _subclass_unpickler, _register_package),
+        *(_subclass_reader, _note_mappings),
     )
 }
 
@@ -154,9 +174,10 @@ def replaced_before_the_shim(work: Work, replace: Callable[[list[str]], None]) -
     work.enable_shim()
     safe = attempt(torch.load, path)
     loaded = torch.load(path, weights_only=False)
+    mapped = attempt(torch.load, path, mmap=True)
     module = net(2)
     result = module.load_state_dict({name: loaded[name] for name in module.state_dict()})
-    return [calls, safe, loaded, result, module]
+    return [calls, safe, loaded, mapped, result, module]
 
 
 @case(fresh=True, served=True)

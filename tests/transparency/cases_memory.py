@@ -179,6 +179,9 @@ def from_file_directly(work: Work) -> object:
         attempt(torch.UntypedStorage.from_file, str(path)),
         attempt(torch.UntypedStorage.from_file, path, False, size),
         attempt(torch.UntypedStorage.from_file),
+        attempt(torch.UntypedStorage.from_file, str(path), filename=str(path)),
+        attempt(torch.UntypedStorage.from_file, str(path), False, size, nbytes=size),
+        attempt(torch.UntypedStorage.from_file, ".", False, work.directory.stat().st_size),
         path.stat().st_size,
     ]
 

@@ -77,7 +77,8 @@ def _wrap(original: Any) -> Any:
 
 
 def _open(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _DeviceFile | None:
-    call = _arguments(*args, **kwargs) if len(args) <= 3 and set(kwargs) <= _NAMES else None
+    is_call = len(args) <= len(_NAMES) and kwargs.keys() <= {*_NAMES[len(args) :], "backend"}
+    call = _arguments(*args, **kwargs) if is_call else None
     if call is None:
         return None
     filename, named = call
@@ -99,7 +100,7 @@ def _open(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Devi
         patches.overridden.reset(token)
 
 
-_NAMES = {"filename", "framework", "device", "backend"}
+_NAMES = ("filename", "framework", "device")
 
 
 def _arguments(

@@ -17,7 +17,7 @@ from trims_shim import diagnostics, patches
 from trims_shim.errors import FormatError
 from trims_shim.formats import read_header
 from trims_shim.patches.asking import arena_of_file, opened
-from trims_shim.patches.points import PatchPoint
+from trims_shim.patches.points import PatchPoint, is_own
 from trims_shim.specs import Record
 
 __all__ = ["NUMPY_DTYPES", "POINTS"]
@@ -40,13 +40,14 @@ NUMPY_DTYPES = {
 
 
 def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    is_librarys_own = is_own(original, "safetensors.numpy")
     by_default: list[dict[str, Any]] = [{}]
     if "backend" in inspect.signature(original).parameters:  # since 0.8
         by_default.append({"backend": "mmap"})
 
     @functools.wraps(original)
     def load_file(filename: Any, **kwargs: Any) -> Any:
-        if patches.active() and kwargs in by_default:
+        if is_librarys_own and patches.active() and kwargs in by_default:
             arrays = _serve(filename)
             if arrays is not None:
                 return arrays

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import functools
 import os
+import stat
 import threading
+import types
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -53,11 +55,13 @@ def _probe() -> str | None:
 
 def _wrap(original: Any) -> Any:
     inner: Callable[..., Any] = original.__func__ if hasattr(original, "__func__") else original
+    # What a program put in its place runs, and may call ours.
+    is_torchs_own = isinstance(inner, types.BuiltinFunctionType)
 
     @uncompiled
     @functools.wraps(inner)
     def from_file(*args: Any, **kwargs: Any) -> Any:
-        if patches.active():
+        if is_torchs_own and patches.active():
             storage = _serve(args, kwargs)
             if storage is not None:
                 return storage
@@ -68,7 +72,8 @@ def _wrap(original: Any) -> Any:
 
 
 def _serve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    call = _arguments(*args, **kwargs) if len(args) <= 3 and set(kwargs) <= _NAMES else None
+    is_call = len(args) <= len(_NAMES) and kwargs.keys() <= set(_NAMES[len(args) :])
+    call = _arguments(*args, **kwargs) if is_call else None
     if call is None:
         return None
     filename, shared, size_bytes = call
@@ -85,7 +90,11 @@ def served(filename: str, size_bytes: int) -> Any:
     with opened(filename) as descriptor:
         if descriptor is None:
             return None
-        if os.fstat(descriptor).st_size != size_bytes:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            diagnostics.fallback("not_regular", what=filename)
+            return None
+        if status.st_size != size_bytes:
             diagnostics.fallback("partial_file", what=filename)
             return None
         if not _is_model(os.pread(descriptor, 9, 0)):
@@ -103,7 +112,7 @@ def _is_model(head: bytes) -> bool:
     return head[:4] == b"PK\x03\x04" or head[8:9] == b"{"
 
 
-_NAMES = {"filename", "shared", "nbytes"}
+_NAMES = ("filename", "shared", "nbytes")
 
 
 def _arguments(

@@ -185,10 +185,13 @@ def _position_of(file: Any) -> int:
 
 
 def _wrap_reader(original: type) -> type:
+    is_torchs_own = is_own(original, "torch.serialization")
+
     class _open_zipfile_reader(original):  # type: ignore[misc]
         @uncompiled
         def __init__(self, name_or_buffer: Any) -> None:
-            if patches.active() and not isinstance(name_or_buffer, (str, os.PathLike)):
+            is_file = not isinstance(name_or_buffer, (str, os.PathLike))
+            if is_torchs_own and is_file and patches.active():
                 serialization._opener.__init__(self, _Reader(name_or_buffer))
             else:
                 super().__init__(name_or_buffer)
