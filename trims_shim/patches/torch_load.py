@@ -21,6 +21,7 @@ import contextlib
 import functools
 import gc
 import io
+import logging
 import os
 import pickle
 import sys
@@ -53,6 +54,7 @@ with contextlib.suppress(ImportError):  # Since torch 2.6; torch.load would impo
 serialization: Any = torch.serialization
 _FileReader: Any = torch._C.PyTorchFileReader
 
+_CPU = torch.device("cpu")
 _RECORD_ALIGNMENT_BYTES = 64
 """torch.save aligns records to 64 bytes; torch's kernels expect the same of its allocator."""
 
@@ -134,8 +136,9 @@ class _Reader(_FileReader):  # type: ignore[misc]
         if self.file is not None:
             self.file.seek(position)
 
-    def log_load(self) -> None:
-        """Log what torch logs after a load."""
+    def end_load(self) -> None:
+        """Do what torch does after a load; an earlier one that failed left its argument there."""
+        serialization._serialization_tls.map_location = None
         torch._C._log_api_usage_metadata(
             "torch.load.metadata", {"serialization_id": self.serialization_id()}
         )
@@ -326,6 +329,7 @@ def _is_plain_torch() -> bool:
     return (
         _IS_TORCHS
         and not torch.is_inference_mode_enabled()
+        and torch._guards.TracingContext.try_get() is None  # a compiler gets tensors without bytes
         and not serialization._serialization_tls.skip_data
         and list(serialization._package_registry) == _STOCK_REGISTRY
         and tuple(_rebuilders()) == _STOCK_REBUILDERS
@@ -378,7 +382,7 @@ def _build_on_device(reader: _Reader, map_location: Any) -> Built | None:
         return None
     built = torch_device_load.build(reader, map_location, file=reader.file)
     if built is not None:
-        reader.log_load()
+        reader.end_load()
     return built
 
 
@@ -387,17 +391,39 @@ def _build_on_host(reader: _Reader, map_location: Any, overall_storage: Any) -> 
     """Return the result over the cached archive; None where torch has to unpickle it."""
     if not (map_location is None or _is_cpu(map_location)) or has_mode():
         return None
+    served = _served_by(reader, overall_storage)
+    if served is None or not torch_rebuild.is_little_endian(served.archive):
+        return None
     try:
-        served = _served_by(reader, overall_storage)
-        if served is None or not torch_rebuild.is_little_endian(served.archive):
-            return None
-        recipe = read_recipe(served.pickle())
+        built = _assemble(reader, served, is_on_cpu=map_location is not None)
     except FormatError:
         return None  # Not a plain state dict: torch unpickles it, over the same bytes.
+    # Border: torch unpickles it, and raises an error of its own where it has to.
+    except Exception as error:
+        diagnostics.pass_on(error)
+        diagnostics.log(logging.DEBUG, "torch.load: torch unpickles, building failed", error=error)
+        diagnostics.count("recipe_error", type(error).__name__)
+        return None
+    if built is None:
+        return None
+    result, end_bytes = built
+    if overall_storage is None:
+        reader.leave_file_at(end_bytes)
+    reader.end_load()
+    diagnostics.count("built", "recipe")
+    return Built(result)
+
+
+def _assemble(reader: _Reader, served: _Served, *, is_on_cpu: bool) -> tuple[Any, int] | None:
+    """Return the result, and where in the file torch would have read last; or None.
+
+    ``is_on_cpu``: all of it goes there, whatever the pickle says. Raises FormatError.
+    """
+    recipe = read_recipe(served.pickle())
     storages = []
     end_bytes = served.archive.records["data.pkl"].end_bytes
     for spec in recipe.storages:
-        if map_location is None and spec.location != "cpu":
+        if not is_on_cpu and spec.location != "cpu":
             return None
         name = f"data/{spec.key}"
         if not spec.size_bytes:
@@ -411,12 +437,7 @@ def _build_on_host(reader: _Reader, map_location: Any, overall_storage: Any) -> 
             end_bytes = span.end_bytes
             storage = served.storage[span.offset_bytes : end_bytes]
         storages.append(storage)
-    result = torch_rebuild.assemble(recipe, storages, torch_rebuild.Blanks())
-    if overall_storage is None:
-        reader.leave_file_at(end_bytes)
-    reader.log_load()
-    diagnostics.count("built", "recipe")
-    return Built(result)
+    return torch_rebuild.assemble(recipe, storages, torch_rebuild.Blanks(_CPU)), end_bytes
 
 
 def _served_by(reader: _Reader, overall_storage: Any) -> _Served | None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.serialization
 
+from trims_shim.errors import UnsupportedFormat
 from trims_shim.formats import ParameterSpec, Recipe, TensorSpec, TorchArchive
 
 __all__ = ["Blanks", "Built", "assemble", "is_little_endian"]
@@ -35,8 +36,7 @@ class Blanks(dict[torch.dtype, torch.Tensor]):
     ``blank.new_empty`` is faster than making a tensor from a dtype and a device.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        """``device``: None for torch's default."""
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
 
@@ -59,7 +59,13 @@ def is_little_endian(archive: TorchArchive) -> bool:
 
 
 def assemble(recipe: Recipe, storages: Sequence[torch.UntypedStorage], blanks: Blanks) -> Any:
-    """Build what the pickle describes over its storages; ``blanks`` are on the same device."""
+    """Build what the pickle describes over its storages; ``blanks`` are on the same device.
+
+    Raises UnsupportedFormat for a dtype that this torch does not have.
+    """
+    for name in {spec.dtype for spec in recipe.tensors}:
+        if not hasattr(torch, name):
+            raise UnsupportedFormat(f"this torch has no dtype {name}")
     tensors = [_tensor(spec, storages[spec.storage], blanks) for spec in recipe.tensors]
     parameters = [_parameter(spec, tensors[spec.tensor]) for spec in recipe.parameters]
     return recipe.assemble(tensors, parameters)

@@ -1,0 +1,117 @@
+"""torch.load over the cached image, where something is odd: the result is that of torch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trims_shim
+from trims_shim import diagnostics
+from trims_shim.errors import NoSpace
+from trims_shim.patches import torch_rebuild
+from trims_shim.testing import FakeDaemon
+
+
+@pytest.fixture
+def _enabled() -> Iterator[None]:
+    was_enabled = trims_shim.enabled()
+    trims_shim.enable()
+    yield
+    if not was_enabled:
+        trims_shim.disable()
+
+
+@pytest.fixture
+def daemon(_enabled: None) -> Iterator[FakeDaemon]:
+    with FakeDaemon(strict="1") as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    torch.save({"weight": torch.arange(10.0)}, tmp_path / "model.pt")
+    return str(tmp_path / "model.pt")
+
+
+def events(name: str) -> int:
+    return diagnostics.stats().events.get(name, 0)
+
+
+def test_a_default_device_that_is_no_mode(
+    daemon: FakeDaemon, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with torch.set_default_tensor_type: a tensor made without a device is elsewhere."""
+    empty = torch.empty
+
+    def elsewhere(*sizes: Any, device: Any = None, **options: Any) -> torch.Tensor:
+        return empty(*sizes, device="meta" if device is None else device, **options)
+
+    monkeypatch.setattr(torch, "empty", elsewhere)
+    before = events("built:recipe")
+    assert torch.load(path)["weight"].tolist() == list(range(10))
+    assert events("built:recipe") == before + 1
+
+
+def test_a_dtype_that_torch_does_not_have(
+    daemon: FakeDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.pt"
+    torch.save({"weight": torch.arange(10.0).to(torch.float8_e8m0fnu)}, path)
+    torch.load(path)  # torch looks its dtypes up once
+    monkeypatch.delattr(torch, "float8_e8m0fnu")
+    before = events("built:recipe")
+    assert torch.load(path)["weight"].element_size() == 1
+    with pytest.raises(AttributeError) as ours:
+        torch.load(path, weights_only=False)
+    with trims_shim.disabled(), pytest.raises(AttributeError) as theirs:
+        torch.load(path, weights_only=False)
+    assert str(ours.value) == str(theirs.value)
+    assert events("built:recipe") == before
+
+
+def test_after_an_error_of_ours_torch_unpickles(
+    daemon: FakeDaemon, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the same bytes of the cache."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(torch_rebuild, "assemble", fail)
+    before = events("recipe_error:RuntimeError")
+    assert torch.load(path)["weight"].tolist() == list(range(10))
+    assert events("recipe_error:RuntimeError") == before + 1
+    assert daemon.reads(path) == 1
+
+
+def test_the_argument_of_a_load_that_failed_is_forgotten(
+    daemon: FakeDaemon, path: str, tmp_path: Path
+) -> None:
+    """Tensors of subclasses that are unpickled later would be moved there."""
+    torch.save([path, Path(path)], tmp_path / "refused.pt")
+    with pytest.raises(Exception, match="Weights only load failed"):
+        torch.load(tmp_path / "refused.pt", map_location="meta")
+    kept: Any = torch.serialization._serialization_tls
+    assert kept.map_location == "meta"
+    torch.load(path)
+    assert kept.map_location is None
+
+
+def test_compilers_get_tensors_without_bytes(daemon: FakeDaemon, path: str) -> None:
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with tracing(TracingContext(FakeTensorMode())):
+        loaded = torch.load(path)
+    assert loaded["weight"].is_meta
+
+
+def test_an_error_of_the_cache_is_raised_if_asked_for(daemon: FakeDaemon, path: str) -> None:
+    """TRIMS_STRICT."""
+    daemon.refuse(NoSpace("full"))
+    with pytest.raises(NoSpace):
+        torch.load(path)
