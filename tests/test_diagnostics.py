@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import signal
 import subprocess
 import sys
 import types
@@ -229,6 +231,44 @@ def test_which_bare_errors_another_thread_may_have_thrown(
     with pytest.raises(Exception) as caught:  # noqa: PT011
         exec(f"raise {kind}", here)
     assert diagnostics.signalled(caught.value) is (caught.value if is_thrown else None)
+
+
+class _Late(Exception):
+    """The time is up."""
+
+
+def _handle(*_: Any) -> None:
+    raise _Late
+
+
+class _Handler:
+    def __call__(self, *_: Any) -> None:
+        raise _Late
+
+    def handle(self, *_: Any) -> None:
+        raise _Late
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [_handle, functools.partial(_handle, 1), _Handler().handle, _Handler()],
+    ids=["function", "partial", "method", "object"],
+)
+def test_what_a_signal_handler_raises_is_the_programs(handler: Any) -> None:
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(_Late) as caught:
+            signal.raise_signal(signal.SIGUSR1)
+        assert diagnostics.signalled(caught.value) is caught.value
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_error_of_an_enum_is_none_of_a_signal_handler() -> None:
+    """As the constants that stand for no handler are."""
+    with pytest.raises(ValueError, match="77") as caught:
+        signal.Handlers(77)
+    assert diagnostics.signalled(caught.value) is None
 
 
 def test_a_log_file_that_was_renamed_is_begun_anew(tmp_path: Path) -> None:

@@ -203,9 +203,7 @@ def signalled(error: BaseException) -> BaseException | None:
     foreign = [(cause, code) for cause in _causes(error) for code in _foreign_codes(cause)]
     if not foreign:
         return None
-    handlers = {
-        getattr(signal.getsignal(number), "__code__", None) for number in range(1, signal.NSIG)
-    }
+    handlers = {_code_of(signal.getsignal(number)) for number in range(1, signal.NSIG)}
     return next((cause for cause, code in foreign if code in handlers), None)
 
 
@@ -232,6 +230,16 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__
+
+
+def _code_of(handler: object) -> CodeType | None:
+    """Return the code of a function, a method, a partial of one, or an object that is called."""
+    if not callable(handler):  # SIG_DFL, SIG_IGN, None
+        return None
+    called = getattr(handler, "func", handler)
+    named = called if hasattr(called, "__code__") else type(called).__call__
+    code: CodeType | None = getattr(named, "__code__", None)
+    return code
 
 
 def _foreign_codes(error: BaseException) -> Iterator[CodeType]:
