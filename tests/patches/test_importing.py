@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import sys
@@ -138,6 +139,7 @@ def test_looking_without_importing(module: MakeModule) -> None:
     assert spec.origin.endswith("waited_h.py")
     assert spec.loader is not None
     assert spec.loader.get_source(name) == ""  # type: ignore[attr-defined]
+    assert copy.deepcopy(spec).origin == spec.origin
     assert seen == []
     importlib.import_module(name)
     assert seen == [1]

@@ -114,6 +114,8 @@ class _Loader:
         self._loader = loader
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # A copy is asked for more before it has one.
+            raise AttributeError(name)
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> Any:
