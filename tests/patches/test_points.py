@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -154,6 +155,19 @@ class TestApply:
         assert (patch.state, patch.reason) == (PatchState.SKIPPED, "AttributeError: unheard of")
         assert library.load is original
         undo(patch)
+        assert library.load is original
+
+    def test_what_a_signal_handler_raises_passes(self, library: Any) -> None:
+        def handle(*_: Any) -> None:
+            raise AttributeError("the time is up")
+
+        original = library.load
+        before = signal.signal(signal.SIGUSR1, handle)
+        try:
+            with pytest.raises(AttributeError, match="the time is up"):
+                apply(point("load", probe=lambda: signal.raise_signal(signal.SIGUSR1)))
+        finally:
+            signal.signal(signal.SIGUSR1, before)
         assert library.load is original
 
     def test_what_cannot_be_set_is_skipped(self) -> None:

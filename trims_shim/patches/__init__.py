@@ -144,7 +144,9 @@ def _apply(patch_file: str) -> None:
         if patch_file not in _requested or patch_file in _applied:
             return
         points = importlib.import_module(patch_file).POINTS
-        _applied[patch_file] = [apply(point) for point in points]
+        _applied[patch_file] = done = []
+        for point in points:  # a signal handler may end it in the middle
+            done.append(apply(point))
         _preload()
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from trims_shim import diagnostics
 from trims_shim.errors import PatchError
 
 __all__ = [
@@ -108,7 +109,10 @@ def _namespace(parent: Any) -> Mapping[str, Any]:
 
 
 def apply(point: PatchPoint) -> AppliedPatch:
-    """Apply a patch point whose library is imported. Never raises: the result says all."""
+    """Apply a patch point whose library is imported. The result says all.
+
+    Raises nothing but what a signal handler of the program raises meanwhile.
+    """
     try:
         found = resolve(point.target)
         reason = point.probe()
@@ -120,6 +124,7 @@ def apply(point: PatchPoint) -> AppliedPatch:
         return AppliedPatch(point, PatchState.SKIPPED, str(error))
     # Border: a probe or wrapper that fails on an unknown version must not disturb the program.
     except Exception as error:
+        diagnostics.pass_on(error)
         return AppliedPatch(point, PatchState.SKIPPED, f"{type(error).__name__}: {error}")
     if point.has_holders:
         rebind(found.original, replacement, home=_home(point))
