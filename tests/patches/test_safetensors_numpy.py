@@ -98,6 +98,16 @@ def test_an_argument_that_the_library_does_not_know_is_its_error(
     assert daemon.reads(path) == 0
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0, 3)])
+def test_arrays_without_elements(
+    shape: tuple[int, ...], daemon: FakeDaemon, tmp_path: Path
+) -> None:
+    path = saved(tmp_path, a=numpy.ones(shape, "f4"), b=numpy.ones(9))
+    ours, expected = library.load_file(path)["a"], theirs(path)["a"]
+    assert (ours.shape, ours.strides, ours.dtype) == (shape, expected.strides, expected.dtype)
+    assert daemon.reads(path) == 1
+
+
 def test_what_a_program_put_in_its_place_before_is_called(
     daemon: FakeDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

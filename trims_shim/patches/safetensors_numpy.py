@@ -97,6 +97,10 @@ def _arrays(buffer: Any, records: tuple[Record, ...]) -> dict[str, Any] | None:
         if dtype is None:
             diagnostics.fallback("unsupported_format", what=f"dtype {record.dtype}")
             return None
+        if not record.span.size_bytes:
+            # As the library makes them: these have other strides than views of no bytes.
+            arrays[record.name] = numpy.zeros(record.shape, dtype).reshape(record.shape)
+            continue
         part = whole[record.span.offset_bytes : record.span.end_bytes]
         array = part.view(numpy.dtype(dtype)).reshape(record.shape)
         # Compiled code may refuse unaligned arrays. The original's are always views of copies.
