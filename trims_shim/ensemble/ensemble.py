@@ -36,8 +36,9 @@ class Member:
 
     name: str
     load: Callable[[str], Callable[[Any], Any]]
-    """Called in each worker with the name of its device (``cpu``, ``cuda:1``); returns the function
-    of a batch ``[batch, ...]`` that runs there. Defined in a module, or a functools.partial."""
+    """Called in each worker with the name of its device, as torch knows it (``cpu``, also for some
+    of its cores, ``cuda:1``); returns the function of a batch ``[batch, ...]`` that runs there.
+    Defined in a module, or a functools.partial."""
     weight: float = 1.0
     """In means and votes."""
 

@@ -70,7 +70,7 @@ def _loaded_function(setup: messages.SetUp) -> Callable[[Any], Any]:
     multiprocessing.spawn.prepare(dict(setup.main))
     load = pickle.loads(setup.load)
     process._inheriting = False
-    function = load(setup.device)
+    function = load(_known_as(setup.device))
     if not callable(function):
         raise TypeError(
             f"the load function of {setup.member!r} returned a {type(function).__name__}, not a "
@@ -78,6 +78,11 @@ def _loaded_function(setup: messages.SetUp) -> Callable[[Any], Any]:
         )
     found: Callable[[Any], Any] = function
     return found
+
+
+def _known_as(device: str) -> str:
+    """What libraries call a device. They know no cores, which are those of this process anyway."""
+    return "cpu" if device.startswith("cpu:") else device
 
 
 @dataclass(frozen=True, slots=True)
