@@ -306,6 +306,16 @@ def test_a_folder_is_what_its_page_links_to(web: WebServer) -> None:
     assert listing.is_folder
 
 
+def test_a_folder_that_is_asked_for_without_its_slash_is_no_file(web: WebServer) -> None:
+    """The server leads to the page that lists it."""
+    web.put("my models/", PAGE, kind="text/html; charset=utf-8")
+    web.put("model/", CONTENT, kind="application/octet-stream")
+    url = web.put("my models", status=301, location="/my%20models/")
+    with pytest.raises(RemoteError, match="my models is a folder there; write a slash at its end"):
+        looked(url)
+    assert looked(web.put("model", status=301, location="/model/")).name == "model"
+
+
 @pytest.mark.parametrize("link", ["..%2f..%2fx", "%2e%2e/x", "a%00b", "%2fetc%2fpasswd"])
 def test_a_folder_with_hostile_names_is_refused(web: WebServer, link: str) -> None:
     url = web.put("bert/", f'<a href="{link}">x</a>'.encode())

@@ -40,6 +40,8 @@ class Served:
     rate: float = 0.0
     gate: threading.Event | None = None
     password: str = ""
+    kind: str = ""
+    """Content-Type."""
     odd_one: bytes = b""
     """What the second body is of: one of the servers behind this name has another version."""
     changes_to: list[bytes] = field(default_factory=list)
@@ -92,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self, served: Served) -> None:
         content, etag = served.content, served.etag
         first, last, status = 0, len(content), 200
-        known = {"ETag": etag, "Last-Modified": served.date}
+        known = {"ETag": etag, "Last-Modified": served.date, "Content-Type": served.kind}
         headers = {name: value for name, value in known.items() if value}
         asked = self.headers.get("Range", "").removeprefix("bytes=")
         is_look = asked == "0-0"

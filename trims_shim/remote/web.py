@@ -87,6 +87,8 @@ class WebFiles:
         # Not HEAD: a URL that is signed for GET refuses it, and it does not tell of ranges.
         with _answer(url, {"Range": "bytes=0-0"}) as response:
             headers = response.headers
+            if _is_page_of_folder(response, url):
+                raise RemoteError(f"{shown(url)} is a folder there; write a slash at its end")
             has_ranges = response.status in (206, _EMPTY)
             size = headers.get("Content-Length", "")
             if has_ranges:
@@ -122,6 +124,15 @@ class WebFiles:
                     pages.append(target)
                 else:
                     yield target
+
+
+def _is_page_of_folder(response: _Response, url: str) -> bool:
+    """Whether a server has led to the page of a folder, as all do that are asked without a slash.
+
+    A page only: others add the slash to what is a file.
+    """
+    path, found = (unquote(urlsplit(each).path) for each in (url, response.geturl()))
+    return found == path + "/" and response.headers.get_content_type() == "text/html"
 
 
 def _is_asked_for(response: _Response, file: RemoteFile, start: int | None) -> bool:
