@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from trims_shim.cli import images
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
 from trims_shim.client.cache import Cache
@@ -81,6 +83,9 @@ def test_what_warm_says_of_a_failure_names_the_file_once(trims: Trims, model: Pa
     assert done.returncode == Exit.FAILED
     assert "do not fit the host tier" in done.stderr
     assert done.stderr.count(str(model)) == 1
+    done = trims("warm", model.name, cwd=model.parent, TRIMS_HOST_BYTES="4K")
+    assert "do not fit the host tier" in done.stderr
+    assert done.stderr.count(model.name) == 1
 
 
 def test_a_file_that_was_loaded_by_a_relative_path_has_its_full_name(
@@ -131,13 +136,30 @@ def test_warm_of_a_pipe_does_not_wait_for_a_writer(warmed: Trims, tmp_path: Path
     os.mkfifo(tmp_path / "pipe.pt")
     done = warmed("warm", str(tmp_path))
     assert done.returncode == Exit.FAILED
-    assert "pipe.pt is not a regular file" in done.stderr
+    assert "pipe.pt: is not a regular file" in done.stderr
 
 
 def test_warm_of_nothing(warmed: Trims, tmp_path: Path) -> None:
     done = warmed("warm", str(tmp_path))
     assert done.returncode == Exit.FAILED
     assert "no model file" in done.stderr
+
+
+def test_warm_of_a_directory_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked, scandir = tmp_path / "locked", os.scandir
+    for name in ("a.pt", "locked/b.pt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+
+    def refuse(path: str) -> Iterator[os.DirEntry[str]]:
+        if path == str(locked):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert list(images._files(str(tmp_path))) == [str(tmp_path / "a.pt"), str(locked)]
 
 
 def test_warm_of_a_directory_without_models_beside_others(

@@ -134,6 +134,9 @@ def test_text() -> None:
     ]
     seconds = (59, 60, 3700, 90000)
     assert [text.duration(s) for s in seconds] == ["59 s", "1 min", "1 h 1 min", "1 d 1 h"]
+    assert text.behind_name("a.pt: it is", "a.pt", "/a.pt") == "it is"
+    assert text.behind_name("/a.pt has 0 bytes", "a.pt", "/a.pt") == "has 0 bytes"
+    assert text.behind_name("a.pth: it is", "a.pt") == "a.pth: it is"
     assert text.bar([(2, "#"), (1, "+")], 10, width=10) == "[##+.......]"
     assert text.bar([(20, "#"), (1, "+")], 10, width=10) == "[##########]"
     assert text.bar([(1, "#")], 0, width=3) == "[...]"

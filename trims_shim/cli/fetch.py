@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from trims_shim import config
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.progress import Progress
-from trims_shim.cli.text import counted, print_json, printable, size
+from trims_shim.cli.text import behind_name, counted, print_json, printable, size
 from trims_shim.errors import ConfigError, RemoteError, TrimsError
 from trims_shim.remote import fetching
 from trims_shim.remote.copies import Copies
@@ -76,7 +76,7 @@ def _fetch(url: str, digest: str | None, progress: Progress) -> FetchedUrl:
     except ConfigError:
         raise
     except TrimsError as error:
-        return FetchedUrl(url, error=str(error).removeprefix(f"{shown(url)}: "))
+        return FetchedUrl(url, error=behind_name(str(error), shown(url)))
     except OSError as error:
         where = "" if error.filename in (None, shown(url)) else f" ({error.filename})"
         return FetchedUrl(url, error=printable(f"{error.strerror or error}{where}"))

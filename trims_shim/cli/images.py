@@ -20,7 +20,7 @@ from trims_shim.cli.exits import Exit
 from trims_shim.cli.fetch import evict_copies, fetch_all
 from trims_shim.cli.progress import Progress
 from trims_shim.cli.status import ask
-from trims_shim.cli.text import counted, print_json, size
+from trims_shim.cli.text import behind_name, counted, print_json, size
 from trims_shim.client.cache import cache
 from trims_shim.errors import (
     ConfigError,
@@ -64,7 +64,7 @@ class _Warmed:
 
     def said(self) -> str:
         """The error, to be shown after the path."""
-        return self.error.removeprefix(f"{self.path}: ")
+        return behind_name(self.error, self.path, os.path.abspath(self.path))
 
 
 def warm(arguments: argparse.Namespace) -> Exit:
@@ -98,7 +98,10 @@ def warm(arguments: argparse.Namespace) -> Exit:
 
 
 def _files(word: str) -> Iterator[str]:
-    """The model files that a word of the command line means; a missing one, so that it fails."""
+    """The model files that a word of the command line means.
+
+    Also what is missing, and directories that cannot be read, so that they fail.
+    """
     matches = [word] if os.path.exists(word) else sorted(glob.glob(word, recursive=True))
     suffixes: tuple[str, ...] = MODEL_SUFFIXES
     if importlib.util.find_spec("onnxruntime") is not None:
@@ -107,11 +110,13 @@ def _files(word: str) -> Iterator[str]:
         if not os.path.isdir(match):
             yield match
             continue
-        for directory, names, files in os.walk(match):
+        unreadable: list[OSError] = []
+        for directory, names, files in os.walk(match, onerror=unreadable.append):
             names.sort()
             for name in sorted(files):
                 if name.endswith(suffixes):
                     yield os.path.join(directory, name)
+        yield from (error.filename for error in unreadable)
 
 
 def _size_of(path: str) -> int:

@@ -9,7 +9,17 @@ from typing import Any
 
 from trims_shim.printable import printable
 
-__all__ = ["ago", "bar", "counted", "duration", "print_json", "printable", "size", "table"]
+__all__ = [
+    "ago",
+    "bar",
+    "behind_name",
+    "counted",
+    "duration",
+    "print_json",
+    "printable",
+    "size",
+    "table",
+]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -18,6 +28,14 @@ def counted(number: int, noun: str) -> str:
     """``1 image``, ``2 images``, ``2 misses``."""
     ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
     return f"{number} {noun}{ending}"
+
+
+def behind_name(message: str, *names: str) -> str:
+    """A message as it is shown behind what it is about: without the name that it begins with."""
+    for name in names:
+        if message.startswith((f"{name}: ", f"{name} ")):
+            return message.removeprefix(name).removeprefix(":").lstrip()
+    return message
 
 
 def size(size_bytes: float) -> str:
