@@ -163,11 +163,17 @@ class TestOwner:
         with pytest.raises(DaemonUnavailable, match="not a directory"):
             absent.check_owner()
 
-    @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702])
+    @pytest.mark.parametrize("mode", [0o777, 0o702])
     def test_writable_by_everybody(self, absent: Endpoint, mode: int) -> None:
         absent.create()
         os.chmod(absent.directory, mode)
-        with pytest.raises(DaemonUnavailable, match="chmod go-w"):
+        with pytest.raises(DaemonUnavailable, match=r"chmod go-w .*, or set .*/trims,"):
+            absent.check_owner()
+
+    def test_everybodys_by_intent_is_to_stay_so(self, absent: Endpoint) -> None:
+        absent.create()
+        os.chmod(absent.directory, 0o1777)
+        with pytest.raises(UnusableSocketDir, match=r"by everybody; set .*/trims,"):
             absent.check_owner()
 
     def test_of_another_user(self, absent: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:

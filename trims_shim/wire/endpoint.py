@@ -163,9 +163,12 @@ def _check_status(directory: str, status: os.stat_result) -> None:
             f"socket directory {directory} belongs to user {status.st_uid}, not to you or root; "
             f"set TRIMS_SOCKET_DIR to a directory of yours"
         )
+    # /tmp and its like, or a volume of a container, are everybody's for a reason.
+    below = os.path.join(directory, "trims")
+    advice = f"set TRIMS_SOCKET_DIR to one below it, such as {below}, which is made for you alone"
+    if not status.st_mode & stat.S_ISVTX:
+        advice = f"run `chmod go-w {directory}`, or {advice}"
     # A machine-wide daemon's group may enter (0750), but a writer could replace the socket.
     for bit, who in ((stat.S_IWOTH, "everybody"), (stat.S_IWGRP, "its group")):
         if stat.S_IMODE(status.st_mode) & bit:
-            raise UnusableSocketDir(
-                f"socket directory {directory} is writable by {who}; run `chmod go-w {directory}`"
-            )
+            raise UnusableSocketDir(f"socket directory {directory} is writable by {who}; {advice}")
