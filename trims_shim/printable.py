@@ -1,10 +1,22 @@
-"""Text from elsewhere, to be shown. Pure."""
+"""What people read: text from elsewhere, and sizes. Pure."""
 
 from __future__ import annotations
 
-__all__ = ["printable"]
+__all__ = ["printable", "size"]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def printable(text: str) -> str:
     r"""A text that others chose, without characters that steer a terminal: ``\n`` is escaped."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def size(size_bytes: float) -> str:
+    """``0 B``, ``1.5 GiB``."""
+    value = float(size_bytes)
+    for unit in _UNITS:
+        if abs(value) < 1024 or unit == _UNITS[-1]:
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from trims_shim.printable import printable
+from trims_shim.printable import printable, size
 
 __all__ = [
     "ago",
@@ -20,8 +20,6 @@ __all__ = [
     "size",
     "table",
 ]
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def counted(number: int, noun: str) -> str:
@@ -36,16 +34,6 @@ def behind_name(message: str, *names: str) -> str:
         if message.startswith((f"{name}: ", f"{name} ")):
             return message.removeprefix(name).removeprefix(":").lstrip()
     return message
-
-
-def size(size_bytes: float) -> str:
-    """``0 B``, ``1.5 GiB``."""
-    value = float(size_bytes)
-    for unit in _UNITS:
-        if abs(value) < 1024 or unit == _UNITS[-1]:
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
 
 
 def duration(seconds: float) -> str:

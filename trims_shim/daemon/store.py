@@ -38,6 +38,7 @@ from trims_shim.daemon.eviction import Candidate, EvictionPolicy
 from trims_shim.daemon.leases import Leases
 from trims_shim.daemon.recent import Recent
 from trims_shim.errors import NoSpace, TrimsError, UnknownImage
+from trims_shim.printable import size
 from trims_shim.specs import Digest, Identity
 
 __all__ = [
@@ -622,10 +623,10 @@ class Store:
             else f"raise {self._setting} and run `trims stop`"
         )
         return NoSpace(
-            f"{name}: {needed} bytes do not fit the {self._tier}: budget "
-            f"{totals.budget_bytes}, resident {totals.resident_bytes}, loading "
-            f"{totals.reserved_bytes}, still mapped elsewhere or not to be had {withheld_bytes}; "
-            f"{advice}, or run `trims evict --all`"
+            f"{name}: {size(needed)} do not fit the {self._tier}: budget "
+            f"{size(totals.budget_bytes)}, resident {size(totals.resident_bytes)}, loading "
+            f"{size(totals.reserved_bytes)}, still mapped elsewhere or not to be had "
+            f"{size(withheld_bytes)}; {advice}, or run `trims evict --all`"
         )
 
     def _grant(

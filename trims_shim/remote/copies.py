@@ -32,6 +32,7 @@ from trims_shim.client.descriptors import OwnDescriptor
 from trims_shim.config import Config, ShareOrSize
 from trims_shim.daemon.prepared.directory import directory_of, examine, make, problem_of, space_of
 from trims_shim.errors import RemoteError
+from trims_shim.printable import size
 
 __all__ = ["Copies", "Copy", "Partial"]
 
@@ -208,7 +209,7 @@ class Copies:
         if needed_bytes > space.spare_bytes:
             raise OSError(
                 errno.ENOSPC,
-                f"{needed_bytes} bytes are needed, {max(0, space.spare_bytes)} are to spare; "
+                f"{size(needed_bytes)} are needed, {size(max(0, space.spare_bytes))} are to spare; "
                 "make room, or set TRIMS_CACHE_DIR to a directory on another disk",
                 self.directory,
             )

@@ -44,6 +44,7 @@ from trims_shim.daemon.prepared.events import (
 from trims_shim.daemon.prepared.refusals import Refusals
 from trims_shim.daemon.recent import Recent
 from trims_shim.errors import NoSpace, UnknownImage
+from trims_shim.printable import size
 from trims_shim.specs import Identity
 from trims_shim.wire.admin import PreparedStatus
 
@@ -318,11 +319,11 @@ class PreparedStore:
         return DropEntry(entry.key, entry.size_bytes)
 
     def _no_space(self, needed_bytes: int, short_bytes: int) -> Failure:
-        lacking = f"; the file system lacks {short_bytes} bytes" if short_bytes > 0 else ""
+        lacking = f"; the file system lacks {size(short_bytes)}" if short_bytes > 0 else ""
         return Failure(
             "no_space",
-            f"{needed_bytes} bytes do not fit the cache of prepared models: budget "
-            f"{self.budget_bytes}, used {self.resident_bytes()}{lacking}; raise "
+            f"{size(needed_bytes)} do not fit the cache of prepared models: budget "
+            f"{size(self.budget_bytes)}, used {size(self.resident_bytes())}{lacking}; raise "
             "TRIMS_PREPARED_BYTES, free disk space, or `trims evict`",
             is_lasting=False,
         )
