@@ -29,6 +29,19 @@ def test_status_shows_memory_images_and_counters(warmed: Trims, model: Path) -> 
     assert "note" not in done.stdout
 
 
+def test_lines_of_many_reasons_fit_a_terminal(warmed: Trims) -> None:
+    counts = {f"fallback:a_reason_{number}": number for number in range(1, 9)}
+    with handover.new_socket() as client:
+        client.connect(str(warmed.sockets / "handover.sock"))
+        hello = messages.Hello(messages.PROTOCOL_VERSION, "1.0", 1, "")
+        for each in (hello, messages.StatsReport({**counts, "served:torch_zip": 1000000})):
+            handover.send(client, each)
+        lines = warmed("status").stdout.splitlines()
+    assert [line for line in lines if len(line) > 80 and "/" not in line] == []
+    begin = next(number for number, line in enumerate(lines) if line.startswith("fallbacks "))
+    assert lines[begin + 1].startswith(" " * 10 + "a_reason_")
+
+
 def test_what_clients_say_of_themselves_steers_no_terminal(warmed: Trims) -> None:
     """Clients of a machine-wide daemon are other users, and root looks at its status."""
     with handover.new_socket() as client:

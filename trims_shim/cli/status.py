@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import textwrap
 from typing import Any
 
 from trims_shim.cli.devices import account, device_lines, image_count, short
@@ -27,6 +28,9 @@ RESTART_HINT = (
     "differ is not known); `trims stop` lets the next load start it with the new ones"
 )
 _IMAGES_SHOWN = 20
+_WIDTH = 80
+_GLUE = "\xa0"
+"""A space where no line ends."""
 
 
 def ask() -> GetStatusReply:
@@ -122,18 +126,28 @@ def headline(reply: GetStatusReply) -> list[str]:
         *prepared_lines(reply),
         f"opens     {counted(opens['hits'], 'hit')}, {counted(opens['misses'], 'miss')}, "
         f"{opens['joined']} joined, {opens['refused']} refused",
-        f"loads     served {_by_reason(clients['served'])}; copies elided "
-        f"{_by_reason(clients['elided'])}; {size(clients['bytes_shared'])} shared",
-        f"fallbacks {_by_reason(clients['fallbacks'])}",
-        *([on_devices] if reply.devices else ()),
+        *_wrapped(
+            f"loads     served {_by_reason(clients['served'])}; copies elided "
+            f"{_by_reason(clients['elided'])}; {size(clients['bytes_shared'])} shared"
+        ),
+        *_wrapped(f"fallbacks {_by_reason(clients['fallbacks'])}"),
+        *(_wrapped(on_devices) if reply.devices else ()),
     ]
+
+
+def _wrapped(line: str) -> list[str]:
+    """Reasons may be many."""
+    lines = textwrap.wrap(
+        line, _WIDTH, subsequent_indent=" " * 10, break_on_hyphens=False, break_long_words=False
+    )
+    return [each.replace(_GLUE, " ") for each in lines]
 
 
 def _by_reason(counts: dict[str, int]) -> str:
     if not counts:
         return "0"
     # Clients choose these names, and may be other users.
-    reasons = printable(", ".join(f"{name} {count}" for name, count in counts.items()))
+    reasons = ", ".join(f"{printable(name)}{_GLUE}{count}" for name, count in counts.items())
     return f"{sum(counts.values())} ({reasons})"
 
 
