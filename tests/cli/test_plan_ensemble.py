@@ -94,6 +94,12 @@ def test_a_function_may_make_the_members() -> None:
 
 
 @pytest.mark.usefixtures("program")
+def test_a_function_that_makes_none_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("ensemble_program:load", "--shape", "4") == Exit.FAILED
+    assert "ensemble_program:load is called with 0 arguments here" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("program")
 def test_samples_of_the_users_own(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["ensemble_program:texts", "--item", "ensemble_program:item", "--devices", "cpu"]
     assert run(*words, "--batch-sizes", "2", "--repeats", "1") == Exit.OK

@@ -10,7 +10,7 @@ from typing import Any
 
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.progress import say
-from trims_shim.cli.targets import import_from_here, items_of, named, printing_apart
+from trims_shim.cli.targets import import_from_here, items_of, made, named, printing_apart
 from trims_shim.cli.text import print_json, table
 from trims_shim.ensemble import (
     Allocation,
@@ -69,9 +69,7 @@ def _problem(arguments: argparse.Namespace) -> Problem:
 
 
 def _members(name: str) -> Sequence[Member]:
-    found = named(name)
-    if callable(found):
-        found = found()
+    found = made(named(name), name)
     if not isinstance(found, list | tuple) or not all(isinstance(each, Member) for each in found):
         raise TrimsError(f"{name} is no list of trims_shim.ensemble.Member")
     return found
