@@ -612,6 +612,8 @@ class TestAll:
         assert find("/b") == B
         with pytest.raises(UnknownImage, match="more digits"):
             find("a" * 8)
+        with pytest.raises(UnknownImage, match="of a digest, 6 digits or more"):
+            find("a" * 5)
         with pytest.raises(UnknownImage):
             find("/b", may_see_all=False)
         with pytest.raises(UnknownImage):

@@ -42,6 +42,7 @@ from trims_shim.printable import size
 from trims_shim.specs import Digest, Identity
 
 __all__ = [
+    "DIGITS_NEEDED",
     "Action",
     "AdoptSegment",
     "Announce",
@@ -58,6 +59,8 @@ __all__ = [
     "Totals",
 ]
 
+DIGITS_NEEDED = 6
+"""Of a digest, to name an image."""
 _IDENTITIES_LIMIT = 65536
 _NAMES_PER_IMAGE = 16
 _NAMES_LIMIT = 8192
@@ -469,8 +472,8 @@ class Store:
     # --- questions --------------------------------------------------------------------------------
 
     def matching(self, text: str) -> list[Digest]:
-        """The images that a digest prefix means; none for a prefix of less than 6 digits."""
-        if len(text) < 6:
+        """The images that a digest prefix means; none for one of less than DIGITS_NEEDED."""
+        if len(text) < DIGITS_NEEDED:
             return []
         return [digest for digest in self._images if digest.startswith(text.lower())]
 

@@ -27,7 +27,7 @@ from trims_shim.daemon.device.uploading import Uploader
 from trims_shim.daemon.eviction import eviction_policy
 from trims_shim.daemon.loader import Loader, Loads
 from trims_shim.daemon.recent import Recent
-from trims_shim.daemon.store import Store
+from trims_shim.daemon.store import DIGITS_NEEDED, Store
 from trims_shim.daemon.workers import Workers
 from trims_shim.errors import DriverFailure, TrimsError, UnknownDevice, UnknownImage
 from trims_shim.memory import nvml
@@ -313,7 +313,10 @@ class Tiers:
         for digest in (*matches, *named):
             if digest is not None:
                 return digest
-        raise UnknownImage(f"no resident image {text!r}; `trims ls` shows them")
+        few = (
+            "" if len(text) >= DIGITS_NEEDED else f" (of a digest, {DIGITS_NEEDED} digits or more)"
+        )
+        raise UnknownImage(f"no resident image {text!r}{few}; `trims ls` shows them")
 
     def holding(self, digest: Digest, *, tier: str = "") -> list[Tier]:
         """Tiers where an image is resident; all of them, or the one of a name."""
