@@ -47,7 +47,7 @@ def test_the_demonstration_succeeds_without_extras_and_fits_a_narrow_terminal(
         "#2",
     ]
     assert table.count("the same") == 3
-    assert max(map(len, table.splitlines())) < 80
+    assert max(map(len, done.stdout.splitlines())) < 80
     assert "Once the model is in the cache" in conclusion
     assert not list(temporary.iterdir()), "nothing is left"
 

@@ -91,9 +91,10 @@ def test_a_placement_as_a_table(cluster: Path, capsys: pytest.CaptureFixture[str
         ["classify", "large", "gpu", "2"],
         ["detect", "only", "cpu", "4"],
     ]
-    assert lines[-1] == (
-        "accuracy 74 (none is above 74), room for 1.5 times the demand, not used: 0 x cpu, 0 x gpu"
-    )
+    assert lines[-1] == "accuracy 74 (none is above 74), room for 1.5 times the demand"
+    cluster.write_text(CLUSTER.replace("gpu = 2", "gpu = 2\ntpu = 3"))
+    assert main(["plan", "proteus", str(cluster)]) == Exit.OK
+    assert capsys.readouterr().out.endswith("the demand\nnot used: 3 x tpu\n")
 
 
 def test_what_cannot_be_answered_is_said(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:

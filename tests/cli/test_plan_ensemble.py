@@ -63,7 +63,9 @@ def test_the_matrix_of_a_measured_problem(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["DEVICE", "m0", "m1", "FREE"]
     assert [line.split()[0] for line in lines[1:3]] == ["gpu:0", "gpu:1"]
-    assert "times as many as with one worker for each member and batches of 8" in lines[4]
+    assert lines[4].endswith("times as many as with")
+    assert lines[5] == "one worker for each member and batches of 8"
+    assert max(map(len, lines)) <= 80
 
 
 def test_json_has_both_allocations(problem: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from trims_shim.batching.profiles.profile_store import SavedProfile, save_profile
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
 
@@ -22,8 +21,6 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if language == "toml":
             name = text.split()[1]
             (tmp_path / name).write_text(text)
-    saved = SavedProfile({1: 11.5e6, 64: 169e6}, max_batch_size=64)
-    save_profile(tmp_path / "resnet152-gpu.json", saved)
     monkeypatch.chdir(tmp_path)
 
 

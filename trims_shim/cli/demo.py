@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -32,6 +33,7 @@ from trims_shim.wire.handover import wait_until_ready
 __all__ = ["demo"]
 
 _MEGA = 1e6
+_WIDTH = 79
 _ANSWER_DEADLINE_S = 180.0
 _STOP_DEADLINE_S = 15.0
 _SOCKET_DIR_LIMIT_BYTES = 70
@@ -450,8 +452,8 @@ def _memory(plain: _Run, served: Sequence[_Run]) -> str:
 def _show(runs: Sequence[_Run], size_bytes: int, sentences: list[str]) -> None:
     print(f"The same program, unchanged, with a model of {_size(size_bytes)}:\n")
     print(_table(runs))
-    print("\n#1 fills the cache. OWN is memory that would be free again if this process ended.\n")
-    print("\n".join(sentences))
+    print("\n#1 fills the cache. OWN is what would be free again if this process ended.\n")
+    print("\n".join(textwrap.fill(sentence, _WIDTH) for sentence in sentences))
 
 
 def _table(runs: Sequence[_Run]) -> str:

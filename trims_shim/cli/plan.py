@@ -131,12 +131,14 @@ def _placement_text(cluster: Cluster, placement: Placement) -> str:
         for group in groups
     ]
     used, devices = placement.devices, cluster.problem.devices
-    idle = [f"{count - used.get(kind, 0)} x {kind}" for kind, count in devices.items()]
+    left = {kind: count - used.get(kind, 0) for kind, count in devices.items()}
+    idle = ", ".join(f"{count} x {kind}" for kind, count in left.items() if count)
     lines = [
         table(titles, rows, right=titles[3:]),
         "",
         f"accuracy {placement.accuracy:.4g} (none is above {placement.accuracy_bound:.4g}), "
-        f"room for {placement.headroom:.3g} times the demand, not used: {', '.join(idle)}",
+        f"room for {placement.headroom:.3g} times the demand",
+        *([f"not used: {idle}"] if idle else ()),
     ]
     lines += [
         f"{family}: only {share:.0%} of the demand can be answered"
@@ -273,6 +275,7 @@ def _simulated_text(
     return (
         f"{table(titles, rows, right=titles[1:])}\n\n"
         f"accuracy {accuracy}, p50 {report.p50_ms:.1f} ms, p99 {report.p99_ms:.1f} ms, "
-        f"devices busy {report.busy_share:.0%}; planned again {counted(serving.plans, 'time')}, "
+        f"devices busy {report.busy_share:.0%}\n"
+        f"planned again {counted(serving.plans, 'time')}, "
         f"{counted(serving.loads, 'load')} of another variant"
     )

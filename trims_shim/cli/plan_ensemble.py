@@ -117,5 +117,5 @@ def _rates(problem: Problem, first: Allocation, best: Allocation) -> str:
     rate, before = throughput(problem, best), throughput(problem, first)
     return (
         f"batch size of each worker; about {rate:.4g} samples/s, {rate / before:.2f} times as many "
-        f"as with one worker for each member and batches of {problem.batch_sizes[0]}"
+        f"as with\none worker for each member and batches of {problem.batch_sizes[0]}"
     )
