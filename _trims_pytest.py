@@ -280,9 +280,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     from trims_shim.cli.text import counted
 
     terminalreporter.section("trims")
+    joined = f", {stats.joined} joined" if stats.joined else ""
     terminalreporter.line(
         f"{counted(stats.served, 'load')} served ({counted(stats.hits, 'hit')}, "
-        f"{counted(stats.misses, 'miss')}), {stats.bytes_shared / 1e6:.0f} MB shared, "
+        f"{counted(stats.misses, 'miss')}{joined}), {stats.bytes_shared / 1e6:.0f} MB shared, "
         f"{stats.elided_copies} copies elided"
     )
     if stats.fallbacks:

@@ -11,11 +11,15 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
 from onnx_models import perceptron, save
 from safetensors.numpy import save_file
+
+import _trims_pytest as plugin
+from trims_shim.diagnostics import Stats
 
 pytest_plugins = ("pytester",)
 
@@ -124,6 +128,19 @@ def test_workers_share_one_daemon(pytester: pytest.Pytester) -> None:
     assert len(re.findall(r"trims: on, .* isolated \(from ini\)", output)) == 1
     assert "4 loads served" in output, "counted over both workers"
     assert "small_file 1" in output
+
+
+def test_loads_that_joined_another_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first ones of workers that start together."""
+    counted = Stats(3, 1, 1, 1, 0, 6_000_000, {}, {})
+    monkeypatch.setattr(plugin, "_since", lambda before: counted)
+    lines: list[str] = []
+    reporter = SimpleNamespace(section=lambda title: None, line=lines.append)
+    stash = {plugin._run_key: plugin._Run("ini", "", True, True, True)}
+    plugin.pytest_terminal_summary(reporter, SimpleNamespace(stash=stash))  # type: ignore[arg-type]
+    assert lines == [
+        "3 loads served (1 hit, 1 miss, 1 joined), 6 MB shared, 0 copies elided",
+    ]
 
 
 def test_all_workers_have_the_same_daemon(pytester: pytest.Pytester, tmp_path: Path) -> None:
