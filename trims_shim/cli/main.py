@@ -241,12 +241,15 @@ def _add_images(commands: Commands[argparse.ArgumentParser]) -> None:
         remote = ", or remote (copies on disk)" if parser is evict else ""
         where.add_argument("--tier", metavar="TIER", help=f"only there: host, or a device{remote}")
         which = parser.add_mutually_exclusive_group(required=True)
-        _add_image(which, nargs="?")
+        more = "; or a URL, or digits of a prepared model's key" if parser is evict else ""
+        _add_image(which, nargs="?", more=more)
         which.add_argument("--all", action="store_true", help="every image")
 
 
-def _add_image(parser: argparse._ActionsContainer, nargs: str | None = None) -> None:
-    help = "path of a model file, or the first 6 or more digits of a digest (see `trims ls`)"
+def _add_image(
+    parser: argparse._ActionsContainer, nargs: str | None = None, *, more: str = ""
+) -> None:
+    help = f"path of a model file, or the first 6 or more digits of a digest (see `trims ls`){more}"
     parser.add_argument("image", nargs=nargs, metavar="IMAGE", help=help)
 
 
