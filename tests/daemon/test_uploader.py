@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 from blake3 import blake3
@@ -509,6 +510,27 @@ def test_one_that_talks_nonsense_is_replaced(
     )
     memory, outline, digest = harness.upload(source)
     assert digest == blake3(CONTENT).hexdigest()
+    os.close(outline)
+    memory.close()
+
+
+def test_one_that_dies_at_once_is_told_of(
+    make: Callable[..., Harness], source: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: its listener did not know its number yet and failed; the job waited for a minute."""
+
+    class Eager(threading.Thread):
+        def start(self) -> None:
+            super().start()
+            self.join()  # All that it hears comes before it has been started.
+
+    harness = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(uploading, "_BOOT", "raise SystemExit(3)")
+        patch.setattr(uploading, "threading", SimpleNamespace(Lock=threading.Lock, Thread=Eager))
+        with pytest.raises(DriverFailure, match=r"died|does not take jobs"):
+            harness.upload(source)
+    memory, outline, _ = harness.upload(source)
     os.close(outline)
     memory.close()
 

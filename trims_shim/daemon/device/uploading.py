@@ -339,6 +339,7 @@ class _Process:
                 self._child = _launch(theirs.fileno(), device, visible, backend)
             undo.callback(self._child.wait)
             undo.callback(self._child.kill)
+            self.pid = self._child.pid  # The listener names it, and may have to at once.
             timeout = struct.pack("ll", _SEND_TIMEOUT_S, 0)
             self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
             self.pid = self._child.pid
