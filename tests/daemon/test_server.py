@@ -267,6 +267,15 @@ class TestLife:
         for each in clients:
             each.close()
 
+    def test_a_signal_among_clients_that_are_let_in(
+        self, server: Server, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Found: it closes the listener, and of a client that could not be accepted was warned."""
+        server.stop()
+        server._accept()
+        assert caplog.messages == []
+        assert server.counters["refused_clients"] == 0
+
     def test_the_end_of_a_session_is_told_to_all(
         self, server: Server, connect: Connect, monkeypatch: pytest.MonkeyPatch
     ) -> None:

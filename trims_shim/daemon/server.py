@@ -215,6 +215,8 @@ class Server(Front):
             except BlockingIOError:
                 return
             except OSError as error:
+                if self.is_stopping:
+                    return  # A signal came meanwhile, and the listener is closed.
                 # Out of descriptors: leave it in the backlog, do not spin on it.
                 self._warn_of_accept(error)
                 time.sleep(0.01)
