@@ -50,13 +50,15 @@ def no_leak() -> Iterator[None]:
     """The test leaves no descriptor open."""
     gc.collect()  # what tests before left to the collector goes now, not during this one
     gc.freeze()  # what is left is not looked at again: thousands of tests, and all their imports
-    before = _open_descriptors()
+    from harness import open_descriptors
+
+    before = open_descriptors()
     yield
     # Threads of tests before may be in the middle of something, which ends.
     until_s = time.monotonic() + 5
-    while _open_descriptors() - before and time.monotonic() < until_s:
+    while open_descriptors() - before and time.monotonic() < until_s:
         time.sleep(0.05)
-    assert _open_descriptors() - before == set()
+    assert open_descriptors() - before == set()
 
 
 @pytest.fixture
@@ -76,13 +78,6 @@ def no_thread_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) <= before
-
-
-def _open_descriptors() -> set[tuple[int, str]]:
-    """Numbers and what they are; a thread of a test before may still close some of its own."""
-    from harness import World
-
-    return set(World.descriptors(os.getpid()).items())
 
 
 @pytest.fixture

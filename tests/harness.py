@@ -40,6 +40,7 @@ __all__ = [
     "World",
     "close_worlds",
     "content",
+    "open_descriptors",
     "process_state",
     "wait_until",
 ]
@@ -105,6 +106,15 @@ def wait_until(
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s:g} s: {what}")
         time.sleep(interval_s)
+
+
+def open_descriptors() -> set[tuple[int, str]]:
+    """Descriptors of this process, and what they lead to.
+
+    Nothing of a test is left open if they are ``<=`` those of before. Not ``==``: a thread of an
+    earlier test, or the collector, may close some of its own meanwhile.
+    """
+    return set(World.descriptors(os.getpid()).items())
 
 
 def process_state(pid: int) -> str:

@@ -26,7 +26,7 @@ import pytest
 import safetensors.numpy
 from emulated_cuda import Emulated
 from granting import Grantor, bytes_on_device
-from harness import PATIENCE_S, wait_until
+from harness import PATIENCE_S, open_descriptors, wait_until
 
 from trims_shim import stats
 from trims_shim.client import cache as caches
@@ -154,9 +154,10 @@ class TestMapping:
     def test_one_arena_for_all_loads(self, client: Client) -> None:
         path = client.file()
         arena = client.open(path)
-        used, before = client.machine.used_bytes(), descriptors()
+        used, before = client.machine.used_bytes(), open_descriptors()
         assert client.open(path) is arena
-        assert (client.machine.used_bytes(), descriptors()) == (used, before)
+        assert client.machine.used_bytes() == used
+        assert open_descriptors() <= before
         assert (client.grantor.requests, len(client.grantor.leases)) == (1, 1)
 
     def test_another_file_of_the_same_content(self, client: Client, tmp_path: Path) -> None:
@@ -165,10 +166,10 @@ class TestMapping:
         other = tmp_path / "other.safetensors"
         other.write_bytes(Path(path).read_bytes())
         arena = client.open(path)
-        before = descriptors()
+        before = open_descriptors()
         assert client.open(str(other)) is arena
         assert (client.grantor.requests, client.grantor.released) == (2, [2])
-        assert descriptors() == before
+        assert open_descriptors() <= before
         assert client.open(str(other)) is arena
         assert client.grantor.requests == 2
 
@@ -275,11 +276,11 @@ class TestTrouble:
         path = client.file()
         client.grantor.load(path)
         gc.collect()
-        before, held = descriptors(), emulation.held()
+        before, held = open_descriptors(), emulation.held()
         with pytest.raises(error, match=match):
             client.open(path)
         gc.collect()
-        assert descriptors() == before
+        assert open_descriptors() <= before
         assert emulation.held() == held
         assert client.grantor.leases == {}
         assert client.grantor.released != []
@@ -506,9 +507,9 @@ class TestLife:
             lines = len(Path("/proc/self/maps").read_text().splitlines())
             return lines, descriptors(), thread_count(), client.machine.used_bytes()
 
-        threads = thread_count()
+        threads = thread_count()  # with one of the test before, perhaps, that is about to go
         turn()
-        wait_until(lambda: thread_count() == threads, "the thread gone")
+        wait_until(lambda: thread_count() <= threads, "the thread gone")
         before = footprint()
         for _ in range(25):
             turn()

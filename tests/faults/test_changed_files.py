@@ -171,8 +171,7 @@ def test_changed_while_it_is_read(
 def test_refused_loads_leak_no_descriptor_and_no_memory(
     served: World, gate: Gate, repeat: int
 ) -> None:
-    counts = []
-    for _ in range(6):
+    for number in range(6):
         path = served.file(1, SIZE_BYTES)
         gate.reached.clear()
         gate.opened.clear()
@@ -185,8 +184,10 @@ def test_refused_loads_leak_no_descriptor_and_no_memory(
         thread.join(PATIENCE_S)
         assert outcome[0].reason == "file_changed"
         served.caches.pop().close()
-        counts.append(_kept_descriptors(served))
-    assert len(set(counts)) == 1, counts
+        if not number:
+            before = _kept_descriptors(served)
+    # Not "as many": what ZeroMQ or a thread of another test closes may come at any time.
+    wait_until(lambda: len(served.descriptors(os.getpid())) <= before, f"{before} again")
     assert served.segments(os.getpid()) == []
 
 
