@@ -762,6 +762,7 @@ def test_a_finalizer_that_asks_while_the_batchers_own_loop_is_made(
     monkeypatch.setattr(asyncio, "new_event_loop", make)
     assert batcher(2) == 4
     assert asked[0].result(LONG_S) == 2
+    batcher.drain(LONG_S)
     assert batcher.stats().answered == 2
     batcher.close(timeout_s=LONG_S)
     wait_until(lambda: set(threading.enumerate()) <= before, "the end of their threads")

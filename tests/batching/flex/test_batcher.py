@@ -115,6 +115,7 @@ def test_models_are_called_by_name() -> None:
         row = torch.ones(3)
         assert torch.equal(batcher("double", row), row * 2)
         assert batcher.submit("linear", row).result(PATIENCE_S).shape == (2,)
+        batcher.drain(PATIENCE_S)
         assert batcher.stats().answered == 2
 
 
@@ -189,6 +190,7 @@ def test_a_batch_is_given_up_at_its_exit_point_and_runs_again(
     scene.long.open()
     assert results(longs) == ["a!"]
     assert scene.long.calls == [["a"], ["a"]]
+    scene.batcher.drain(PATIENCE_S)
     assert scene.batcher.preemption_stats().preemptions == 1
     assert scene.batcher.stats().answered == 5
 

@@ -198,6 +198,7 @@ def test_who_comes_while_others_are_on_their_way_does_not_wait_for_their_end() -
         gated.opened.set()
         assert long.result(PATIENCE_S).tolist() == without_cache(decoder(), prompt(1), 50)
         assert short.result(PATIENCE_S).tolist() == without_cache(decoder(), prompt(2), 4)
+        batcher.drain(PATIENCE_S)
         stats = batcher.stage_stats()
     assert order == ["short", "long"]
     assert (stats.batches, stats.stretches) == (1, 1)

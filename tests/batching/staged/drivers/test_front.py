@@ -243,6 +243,7 @@ def test_a_function_is_answered_by_its_stages() -> None:
         assert [eightfold(item) for item in range(5)] == [0, 8, 16, 24, 32]
         # Both ways the first time, and nobody is answered by the function afterwards.
         assert calls == [1]
+        eightfold.drain(LONG_S)
         assert eightfold.stage_stats().stages[2].runs == 4
 
 
