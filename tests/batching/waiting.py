@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 
-from harness import PATIENCE_S, wait_until
+from harness import PATIENCE_S, process_state, wait_until
 
-__all__ = ["LONG_S", "Endless", "Gate", "join", "start", "wait_until"]
+from trims_shim.batching.drivers.replies import Seat
+
+__all__ = ["LONG_S", "Endless", "Gate", "join", "start", "wait_until", "wait_until_main_sleeps"]
 
 LONG_S = PATIENCE_S
 
@@ -25,6 +28,21 @@ def join(*threads: threading.Thread) -> None:
     for thread in threads:
         thread.join(LONG_S)
         assert not thread.is_alive()
+
+
+def wait_until_main_sleeps() -> None:
+    """Until the main thread waits for its answer, and would see a signal.
+
+    What it has asked for is queued before: in the middle of its turn, a handler may not wait. And a
+    signal that comes between the last instruction and the sleep is seen by nobody (CPython).
+    """
+    main = threading.main_thread()
+
+    def sleeps() -> bool:
+        is_waiting = sys._current_frames()[main.ident or 0].f_code is Seat.sleep.__code__
+        return is_waiting and process_state(main.native_id or 0) == "S"
+
+    wait_until(sleeps, "the main thread sleeps")
 
 
 class Gate:

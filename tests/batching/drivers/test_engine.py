@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.batching.waiting import LONG_S, Gate, wait_until
+from tests.batching.waiting import LONG_S, Gate, wait_until, wait_until_main_sleeps
 from trims_shim.batching import Batcher, batched
 from trims_shim.batching.drivers.threads import ThreadDispatch
 from trims_shim.batching.policies.window import Window
@@ -147,6 +147,7 @@ def test_a_fork_in_a_signal_handler_of_a_caller_that_waits(queue_size: int) -> N
 
     def signal_it() -> None:
         wait_until(lambda: batcher.stats().queued == 2)
+        wait_until_main_sleeps()
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, fork)

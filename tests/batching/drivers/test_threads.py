@@ -15,7 +15,14 @@ from typing import Any
 
 import pytest
 
-from tests.batching.waiting import LONG_S, Gate, join, start, wait_until
+from tests.batching.waiting import (
+    LONG_S,
+    Gate,
+    join,
+    start,
+    wait_until,
+    wait_until_main_sleeps,
+)
 from trims_shim.batching import Batcher
 from trims_shim.batching.drivers import threads
 from trims_shim.batching.drivers.jobs import Job
@@ -202,6 +209,7 @@ def test_an_interrupted_wait_gives_the_request_up() -> None:
 
         def interrupt() -> None:
             wait_until(lambda: batcher.stats().queued == 1)
+            wait_until_main_sleeps()
             interrupt_main()
 
         other = start(interrupt)
@@ -342,6 +350,7 @@ def test_a_signal_handler_may_wait_while_its_thread_waits(way: str, caller_runs:
 
     def interrupt() -> None:
         wait_until(lambda: batcher.stats().queued == 1)
+        wait_until_main_sleeps()
         interrupt_main()
 
     with on_interrupt(lambda: found.append(ways[way]())):
@@ -660,7 +669,7 @@ def test_a_callback_that_raises_no_exception_ends_no_worker(
     def leave(future: object) -> None:
         raise SystemExit
 
-    gate = Gate()
+    gate, before = Gate(), batch_threads()
     with Batcher(gate, policy="early_drop", max_batch_size=1) as batcher:
         answered = batcher.submit(0)
         answered.add_done_callback(leave)
@@ -671,7 +680,7 @@ def test_a_callback_that_raises_no_exception_ends_no_worker(
         assert answered.result(LONG_S) == 0
         assert dropped.exception(LONG_S) is not None
         assert batcher.submit(2).result(LONG_S) == 2
-        assert len({each for each in batch_threads() if "Gate" in each.name}) == 1
+        assert len(batch_threads() - before) == 1
     assert "callback" in caplog.text
 
 
