@@ -421,8 +421,8 @@ def test_what_another_thread_raises_ends_the_load(make_world: Any) -> None:
     assert child.hear() == "ready"
     with world.stopped(pid):
         child.say()
-        assert child.hear() == "raised"
-    assert child.hear() == "late"
+        first = child.hear()
+    assert {first, child.hear()} == {"raised", "late"}, "whichever thread comes first"
     assert child.hear() is True
 
 

@@ -113,13 +113,15 @@ def test_one_thread_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_its_own_thread_is_no_reason_to_wait() -> None:
     """Else a program without threads that loads in a loop keeps a second's worth of memory."""
     code = (
-        "import time\n"
+        "import threading, time\n"
         "from trims_shim.memory import reclaim\n"
         "reclaim.GRACE_S = 600.0\n"
-        "reclaim._discard = lambda *_: time.sleep(0.1)\n"
+        "may_end = threading.Event()\n"
+        "reclaim._discard = lambda *_: may_end.wait()\n"
         "reclaim.retire([reclaim.RetiredBlock(object(), 0, 0)])\n"
-        "time.sleep(0.05)\n"
+        "while not reclaim._runner: time.sleep(0.001)\n"
         "reclaim.retire([reclaim.RetiredBlock(object(), 0, 0)])\n"
+        "may_end.set()\n"
         "while reclaim._batches: time.sleep(0.001)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
