@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -21,7 +22,7 @@ from harness import PATIENCE_S, World, process_state, wait_until
 
 from trims_shim.daemon.device import uploader as process_module
 from trims_shim.daemon.device import uploading
-from trims_shim.daemon.device.uploading import Uploader
+from trims_shim.daemon.device.uploading import Job, Uploader
 from trims_shim.errors import (
     DriverFailure,
     FileChanged,
@@ -37,8 +38,6 @@ from trims_shim.memory.device import DeviceAllocation, DeviceMemory, sparse_outl
 from trims_shim.wire import codec, duties, handover, messages
 
 CONTENT = safetensors((3 * MIB, 5, MIB))
-SLOW_HEADER = safetensors([1] * 400_000)
-"""Takes a second to be parsed."""
 
 _HASHING_THREADS = len(os.sched_getaffinity(0))
 """BLAKE3's, which stay."""
@@ -319,18 +318,19 @@ def test_a_name_of_any_length(make: Callable[..., Harness], source: int, letter:
 
 
 def test_only_one_job_is_parsed_at_a_time_and_that_one_is_to_blame(
-    make: Callable[..., Harness], source: int, make_file: MakeFile
+    make: Callable[..., Harness], source: int
 ) -> None:
     harness = make()
-    slow = os.open(make_file(SLOW_HEADER, "slow"), os.O_RDONLY)
-    outcomes: dict[str, tuple[bool, str]] = {}
+    jobs: dict[str, Job] = {}
+    errors: list[str] = []
 
-    def run(name: str, descriptor: int, size_bytes: int, parsed: threading.Event) -> None:
+    def run(name: str) -> None:
         with harness.uploader.job() as job:
+            jobs[name] = job
             try:
                 job.plan(
-                    descriptor,
-                    size_bytes=size_bytes,
+                    source,
+                    size_bytes=len(CONTENT),
                     limit_bytes=1 << 40,
                     is_hashed=True,
                     name=name,
@@ -339,28 +339,32 @@ def test_only_one_job_is_parsed_at_a_time_and_that_one_is_to_blame(
                 # Waits for parts that never come.
                 job._wait(duties.UploadReply, lambda done: None)
             except DriverFailure as error:
-                outcomes[name] = (job.is_innocent, str(error))
+                errors.append(str(error))
 
     parsed = threading.Event()
-    innocent = threading.Thread(target=run, args=("planned", source, len(CONTENT), parsed))
-    innocent.start()
+    threads = [start(functools.partial(run, "planned"))]
     assert parsed.wait(PATIENCE_S)
-    guilty = threading.Thread(target=run, args=("slow", slow, len(SLOW_HEADER), threading.Event()))
-    guilty.start()
-    wait_until(harness.uploader._parsing.locked, "it is parsed")
-    waiting = threading.Thread(target=run, args=("behind", source, len(CONTENT), parsed))
-    waiting.start()
-    wait_until(lambda: len(harness.uploader._process.inboxes) == 3, "all are there")  # type: ignore[union-attr]
+    os.kill(harness.pid, signal.SIGSTOP)  # The next one is parsed until it dies.
+    threads.append(start(functools.partial(run, "parsed")))
+    wait_until(lambda: "parsed" in jobs and jobs["parsed"]._is_blamed, "it is parsed")
+    threads.append(start(functools.partial(run, "behind")))
+    wait_until(lambda: "behind" in jobs, "all are there")
     os.kill(harness.pid, signal.SIGKILL)
-    for thread in (innocent, guilty, waiting):
+    for thread in threads:
         thread.join(PATIENCE_S)
-    os.close(slow)
-    assert {name: is_innocent for name, (is_innocent, _) in outcomes.items()} == {
+    assert {name: job.is_innocent for name, job in jobs.items()} == {
         "planned": True,
-        "slow": False,
+        "parsed": False,
         "behind": True,
     }
-    assert all("died" in text or "does not take jobs" in text for _, text in outcomes.values())
+    assert len(errors) == 3
+    assert all("died" in text or "does not take jobs" in text for text in errors)
+
+
+def start(function: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=function)
+    thread.start()
+    return thread
 
 
 def test_one_that_hangs_is_killed(make: Callable[..., Harness], source: int) -> None:
