@@ -223,32 +223,6 @@ def test_parts_that_reach_a_job_as_it_ends_are_closed(
     wait_until(lambda: _state(harness.pid)[1] == _IDLE_DESCRIPTORS, "all are closed")
 
 
-def test_a_process_that_takes_no_job_gets_no_other_one(
-    make: Callable[..., Harness], source: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Found: the load was repeated in the process that was dying, and failed."""
-    harness = make()
-    noticed, bury = threading.Event(), uploading._Process._bury
-
-    def bury_late(process: uploading._Process) -> None:
-        noticed.wait(PATIENCE_S)
-        bury(process)
-
-    monkeypatch.setattr(uploading._Process, "_bury", bury_late)
-    with harness.uploader.job() as job:
-        first = harness.pid
-        os.kill(first, signal.SIGKILL)
-        wait_until(lambda: process_state(first) == "Z", "it is dead")
-        with pytest.raises(DriverFailure, match="does not take jobs"):
-            job.plan(source, size_bytes=len(CONTENT), limit_bytes=1 << 30, is_hashed=True, name="m")
-        assert job.is_innocent
-    memory, outline, _ = harness.upload(source)
-    noticed.set()
-    assert harness.pid != first
-    os.close(outline)
-    memory.close()
-
-
 def test_a_job_without_a_thread_fails_alone(source: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found: the process ended, and with the backend ``ipc`` the memory of all images with it."""
 

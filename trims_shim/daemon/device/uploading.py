@@ -342,7 +342,6 @@ class _Process:
             self.pid = self._child.pid  # The listener names it, and may have to at once.
             timeout = struct.pack("ll", _SEND_TIMEOUT_S, 0)
             self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
-            self.pid = self._child.pid
             self._listener = threading.Thread(target=self._listen, daemon=True)
             self._listener.start()
             undo.pop_all()
