@@ -156,6 +156,28 @@ def test_a_program_is_served_from_a_copy(new_trims: Callable[[], Trims], tmp_pat
     assert done.returncode == 0, done.stderr
 
 
+def test_the_bar_fits_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """rich puts what does not fit on a second one."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    with Progress([500 << 20] * 2, is_quiet=False) as progress:
+        assert progress._bar is not None
+        progress.begin("/models/" + 99 * "a" + ".safetensors")
+        progress.end("loaded", error="", note="")
+        progress.begin("/models/" + 99 * "b" + ".safetensors")
+        for reason, said in (("being prepared", "safetensors, being"), ("by " * 11, "by by")):
+            progress.wait(reason)
+            lines = progress._bar.console.render_lines(progress._bar.get_renderable())
+            assert len(lines) == 1
+            shown = "".join(segment.text for segment in lines[0])
+            assert said in shown
+            assert "500.0/1,000.0 MiB" in shown
+    told = capsys.readouterr().err
+    assert f"[1/2] /models/{99 * 'a'}.safetensors: loaded, 500 MiB in" in told
+
+
 def test_the_bar_moves_within_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its size is known only when the remote has answered."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

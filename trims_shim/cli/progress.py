@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["Progress", "say"]
 
 
+_TEXT_WIDTH = 44
+"""With a bar of a few characters and figures, that fills a line of 80."""
+_LEAST_OF_A_PATH = 12
 _MOVED = ("loaded", "downloaded")
 """Outcomes that took time by the size of the file."""
 
@@ -53,13 +56,15 @@ class Progress:
         """A file is being loaded."""
         self._path, self._start, self._is_waiting = printable(path), time.monotonic(), False
         if self._bar is not None:
-            self._bar.update(self._task, description=self._path[-48:])
+            self._bar.update(self._task, description=self._path[-_TEXT_WIDTH:])
 
     def wait(self, reason: str) -> None:
         """Another process is still at the file; called again and again meanwhile."""
         if self._bar is not None:
             seconds = time.monotonic() - self._start
-            text = f"{self._path[-32:]}, {reason}, {seconds:.0f} s"
+            state = f"{reason}, {seconds:.0f} s"
+            room = _TEXT_WIDTH - len(state) - 2
+            text = f"{self._path[-room:]}, {state}" if room >= _LEAST_OF_A_PATH else state
             self._bar.update(self._task, description=text)
         elif not (self._is_quiet or self._is_waiting):
             say(f"{self._place()}: {reason} ...")
@@ -87,7 +92,7 @@ class Progress:
         if self._bar is None:
             say(text)
             return
-        self._bar.console.print(text, markup=False, highlight=False)
+        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         self._bar.update(self._task, completed=sum(self._sizes[: self._number]))
 
     def _place(self) -> str:
@@ -106,12 +111,13 @@ def _new_bar() -> rich.progress.Progress | None:
     with contextlib.suppress(ImportError):
         import rich.console
         import rich.progress as bars
+        from rich.table import Column
 
         return bars.Progress(
             bars.TextColumn("{task.description}", markup=False),
-            bars.BarColumn(),
-            bars.DownloadColumn(binary_units=True),
-            bars.TransferSpeedColumn(),
+            bars.BarColumn(bar_width=None),
+            bars.DownloadColumn(binary_units=True, table_column=Column(no_wrap=True)),
+            bars.TransferSpeedColumn(table_column=Column(no_wrap=True)),
             console=rich.console.Console(stderr=True),
         )
     return None
