@@ -129,6 +129,14 @@ def test_top_draws_once_where_there_is_no_terminal(warmed: Trims, model: Path) -
     assert model.name in done.stdout
 
 
+def test_top_shows_the_ends_of_names_that_do_not_fit(warmed: Trims, model: Path) -> None:
+    done = warmed("top", COLUMNS="80")
+    assert done.returncode == Exit.OK, done.stderr
+    assert str(model) not in done.stdout
+    assert f"/{model.name}" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
 def test_top_without_rich(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,8 @@ from trims_shim.errors import DaemonUnavailable
 from trims_shim.wire.admin import GetStatusReply
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Console, ConsoleOptions, Group, RenderResult
+    from rich.measure import Measurement
     from rich.table import Table
 
 __all__ = ["top"]
@@ -77,14 +78,13 @@ def _draw(now: GetStatusReply, before: GetStatusReply | None) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for title in ("digest", "size", "tier", "leases", "hits", "used"):
         side: Literal["left", "right"] = "left" if title in ("digest", "tier") else "right"
         table.add_column(title, justify=side, no_wrap=True)
     # The only column that is narrowed if there is no room.
     table.add_column("names")
     for image in now.images:
-        names = Text(printable(", ".join(image.names)), overflow="ellipsis", no_wrap=True)
         table.add_row(
             image.digest[:12] + (" pinned" if image.is_pinned else ""),
             size(image.size_bytes),
@@ -92,7 +92,7 @@ def _draw(now: GetStatusReply, before: GetStatusReply | None) -> Group:
             str(image.leases),
             str(image.hits),
             ago(image.used_ns, now.now_ns),
-            names,
+            _End(printable(", ".join(image.names))),
             style="bold" if image.leases else None,
         )
     lines = [*headline(now), _rates(now, before)]
@@ -103,9 +103,8 @@ def _draw(now: GetStatusReply, before: GetStatusReply | None) -> Group:
 def _draw_prepared(now: GetStatusReply) -> Table:
     from rich import box
     from rich.table import Table
-    from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     *titles, names = TITLES
     for title in titles:
         side: Literal["left", "right"] = "left" if title in ("KEY", "STATE") else "right"
@@ -114,8 +113,33 @@ def _draw_prepared(now: GetStatusReply) -> Table:
     for each in now.prepared:
         *cells, last = row_of(each, now.now_ns)
         style = "bold" if each.leases else None
-        table.add_row(*cells, Text(last, overflow="ellipsis", no_wrap=True), style=style)
+        table.add_row(*cells, _End(last), style=style)
     return table
+
+
+class _End:
+    """A text of which the end is shown where there is no room: paths begin alike."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.cells import cell_len
+        from rich.text import Text
+
+        text, room = self._text, options.max_width
+        if cell_len(text) > room:
+            text = text[-room:]
+            while cell_len(text) >= room > 0:
+                text = text[1:]
+            text = f"…{text}"
+        yield Text(text, no_wrap=True)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        from rich.cells import cell_len
+        from rich.measure import Measurement
+
+        return Measurement(1, cell_len(self._text))
 
 
 def _rates(now: GetStatusReply, before: GetStatusReply | None) -> str:
