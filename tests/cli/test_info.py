@@ -12,7 +12,7 @@ from trims_shim.cli.exits import Exit
 
 from .conftest import Trims
 
-SECTIONS = ("versions", "patch points", "host memory", "daemon", "limits", "settings")
+SECTIONS = ("in short", "versions", "patch points", "host memory", "daemon", "limits", "settings")
 
 HOST = ("torch", "safetensors")
 
@@ -60,6 +60,24 @@ def test_info_for_people(warmed: Trims) -> None:
     assert "  TRIMS_INGEST_THREADS=0 (default; read when the daemon starts)" in settings
     assert [line for line in settings if len(line) > 80 and "TRIMS_" not in line] == []
     assert "`trims stop`" in warmed("info", TRIMS_IDLE_EXIT="9").stdout
+
+
+def test_the_verdict_comes_first(warmed: Trims, trims: Trims) -> None:
+    def verdict(text: str) -> dict[str, str]:
+        _, *lines = text[text.index("in short") :].partition("\n\n")[0].splitlines()
+        assert all(len(line) <= 80 for line in lines)
+        return {line[2:17].strip(): line[17:] for line in lines}
+
+    running = verdict(warmed("info").stdout)
+    assert running["shim"].startswith("active; patch points: ")
+    assert "waiting for their libraries" in running["shim"]
+    assert running["host memory"].startswith("shared (")
+    assert running["daemon"].startswith("runs (")
+    off = {"TRIMS_ENABLED": "0", "TRIMS_AUTOSTART": "0"}
+    idle = verdict(trims("info", TRIMS_SOCKET_DIR=str(trims.sockets / "other"), **off).stdout)
+    assert idle["shim"].startswith("inactive; ")
+    assert idle["daemon"] == "none runs; none is started"
+    assert verdict(trims("info", TRIMS_STRIKT="1").stdout)["shim"].startswith("inactive; ")
 
 
 def test_info_with_settings_that_cannot_be_used(trims: Trims) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import textwrap
+from collections import Counter
 from dataclasses import asdict
 
 from trims_shim.cli.exits import Exit
@@ -30,6 +31,7 @@ def _sections(found: Description) -> list[str]:
     if found.problems:
         lines = "\n".join(f"  {problem}" for problem in found.problems)
         sections.append(f"SETTINGS THAT CANNOT BE USED (the shim is inactive)\n{lines}")
+    sections.append(_in_short(found))
     sections.append("versions\n" + _pairs(list(found.versions.items())))
     sections.append(_patches(found))
     wrapped = [each for each in found.wrappers if len(each.chain) > 1]
@@ -38,6 +40,38 @@ def _sections(found: Description) -> list[str]:
         sections.append(f"wrapped functions, outermost first\n{lines}")
     machine = (_memory, _device, _prepared, _remote, _daemon, _limits, _settings)
     return [*sections, *(each(found) for each in machine)]
+
+
+_STATES = {
+    "applied": "applied",
+    "waiting": "waiting for their libraries",
+    "skipped": "skipped",
+    "undone": "undone",
+    "off": "off",
+}
+
+
+def _in_short(found: Description) -> str:
+    """What most people want to know; the other sections say why."""
+    settings = {each.name: each.value for each in found.settings}
+    counts = Counter(each.state for each in found.patches)
+    points = ", ".join(
+        f"{counts[state]} {text}" for state, text in _STATES.items() if counts[state]
+    )
+    is_on = not found.problems and settings["enabled"] == "1"
+    kind = next((each.kind for each in found.memory if each.is_available), "")
+    devices = ", ".join(f"cuda:{each.index}" for each in found.device.devices)
+    lines = [
+        ("shim", f"{'active' if is_on else 'inactive'}; patch points: {points}"),
+        ("host memory", f"shared ({kind})" if kind else "not shared"),
+        ("device memory", f"shared ({devices})" if found.device.is_available else "not shared"),
+    ]
+    if found.daemon.is_running:
+        lines.append(("daemon", f"runs ({found.daemon.pid})"))
+    else:
+        starts = "a load starts one" if settings["autostart"] == "1" else "none is started"
+        lines.append(("daemon", f"none runs; {starts}"))
+    return "in short\n" + _pairs(lines)
 
 
 def _patches(found: Description) -> str:
