@@ -510,6 +510,35 @@ def test_a_daemon_that_reads_nothing(
     connection.close()
 
 
+def test_an_interrupt_while_the_control_socket_is_made(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: the program waited for ever for a socket of which nobody knew any more."""
+
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    thread = daemon.talk(daemon.hear, daemon.welcome)
+    connection = connect(daemon)
+    assert connection.welcome.instance == INSTANCE
+    thread.join(PATIENCE_S)
+    outcomes: list[str] = []
+
+    def ask() -> None:
+        try:
+            connection.request(messages.OpenImageRequest(1))
+        except KeyboardInterrupt:
+            outcomes.append("interrupted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(zmq.Socket, "get", interrupted)  # It is made, and looks at itself.
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(PATIENCE_S)
+    connection.close()
+    assert outcomes == ["interrupted"]
+
+
 def filled(daemon: Daemon) -> Connection:
     """A connection without room for another packet."""
     accepting = daemon.talk()

@@ -326,11 +326,16 @@ class Connection:
         _check_descriptors()
         _check_threads()
         # At its end, a context waits for ever for a socket that is still open.
-        with zmq.Context(io_threads=1) as context, context.socket(zmq.DEALER) as control:
-            control.setsockopt(zmq.LINGER, 0)
-            control.setsockopt(zmq.MAXMSGSIZE, messages.CONTROL_MESSAGE_LIMIT_BYTES)
-            control.connect(f"ipc://{path}")
-            yield control
+        with zmq.Context(io_threads=1) as context:
+            try:
+                with context.socket(zmq.DEALER) as control:
+                    control.setsockopt(zmq.LINGER, 0)
+                    control.setsockopt(zmq.MAXMSGSIZE, messages.CONTROL_MESSAGE_LIMIT_BYTES)
+                    control.connect(f"ipc://{path}")
+                    yield control
+            except BaseException as error:
+                _close_sockets(error)
+                raise
 
     def _timeout(self, what: str) -> DaemonTimeout:
         """Make the error for a silent daemon; it names no command that would ask the daemon."""
@@ -542,6 +547,18 @@ def _connect_patiently(connection: socket.socket, path: str) -> None:
             if time.monotonic() > deadline:
                 raise
         time.sleep(0.005)
+
+
+def _close_sockets(error: BaseException) -> None:
+    """Close what an interrupt has left of ZeroMQ: a socket half made, or half closed."""
+    import zmq
+
+    place = error.__traceback__
+    while place is not None:
+        for each in list(place.tb_frame.f_locals.values()):
+            if isinstance(each, zmq.Socket):
+                each.close()
+        place = place.tb_next
 
 
 def _check_descriptors() -> None:
