@@ -514,8 +514,10 @@ def test_an_interrupt_while_the_control_socket_is_made(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found: the program waited for ever for a socket of which nobody knew any more."""
+    programs_own = zmq.Context().socket(zmq.PAIR)
 
     def interrupted(*_: object) -> int:
+        assert not programs_own.closed  # A signal handler may use it.
         raise KeyboardInterrupt
 
     thread = daemon.talk(daemon.hear, daemon.welcome)
@@ -537,6 +539,9 @@ def test_an_interrupt_while_the_control_socket_is_made(
         thread.join(PATIENCE_S)
     connection.close()
     assert outcomes == ["interrupted"]
+    assert not programs_own.closed
+    programs_own.close()
+    programs_own.context.term()
 
 
 def filled(daemon: Daemon) -> Connection:

@@ -334,7 +334,7 @@ class Connection:
                     control.connect(f"ipc://{path}")
                     yield control
             except BaseException as error:
-                _close_sockets(error)
+                _close_sockets(error, context)
                 raise
 
     def _timeout(self, what: str) -> DaemonTimeout:
@@ -549,14 +549,17 @@ def _connect_patiently(connection: socket.socket, path: str) -> None:
         time.sleep(0.005)
 
 
-def _close_sockets(error: BaseException) -> None:
-    """Close what an interrupt has left of ZeroMQ: a socket half made, or half closed."""
+def _close_sockets(error: BaseException, context: zmq.Context[Any]) -> None:
+    """Close what an interrupt has left of a context: a socket half made, or half closed.
+
+    Not the program's, which a signal handler may use.
+    """
     import zmq
 
     place = error.__traceback__
     while place is not None:
         for each in list(place.tb_frame.f_locals.values()):
-            if isinstance(each, zmq.Socket):
+            if isinstance(each, zmq.Socket) and getattr(each, "context", context) is context:
                 each.close()
         place = place.tb_next
 
