@@ -113,11 +113,14 @@ def _new_bar() -> rich.progress.Progress | None:
         import rich.progress as bars
         from rich.table import Column
 
+        console = rich.console.Console(stderr=True)
+        if not console.width:  # COLUMNS=0: it would print nothing
+            return None
         return bars.Progress(
             bars.TextColumn("{task.description}", markup=False),
             bars.BarColumn(bar_width=None),
             bars.DownloadColumn(binary_units=True, table_column=Column(no_wrap=True)),
             bars.TransferSpeedColumn(table_column=Column(no_wrap=True)),
-            console=rich.console.Console(stderr=True),
+            console=console,
         )
     return None
