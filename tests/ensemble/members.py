@@ -264,3 +264,28 @@ def allocating_to_load(bytes_: int, device: str) -> Function:
     """Takes so much memory while it loads, and gives it back."""
     np.ones(bytes_, np.uint8)
     return lambda batch: batch
+
+
+def dying_when_ready(marks: str, device: str) -> Function:
+    """Its first process dies once it has said that it is ready; the next one loads after "go"."""
+    first = Path(marks, "first")
+    if first.exists():
+        Path(marks, "second").touch()
+        waiting_for(f"{marks}/go", device)(None)
+        return lambda batch: batch
+
+    def die() -> None:
+        while threading.active_count() < 3:  # the one that receives comes after that
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    first.touch()
+    threading.Thread(target=die, daemon=True).start()
+    return lambda batch: batch
+
+
+def loading_after(before: str, mark: str, device: str) -> Function:
+    """Loads once a file exists, and leaves another one."""
+    waiting_for(before, device)(None)
+    Path(mark).touch()
+    return lambda batch: batch

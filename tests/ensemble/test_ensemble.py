@@ -267,6 +267,14 @@ def test_failed_calls_leave_no_memory_and_room_for_others(monkeypatch: pytest.Mo
         ensemble.predict(ROWS)
 
 
+def test_a_worker_that_had_no_part_of_a_failed_call_is_left_alone() -> None:
+    with ensemble_of(by(members.raising_at, 7.0), workers=2) as ensemble:
+        with pytest.raises(MemberFailed):
+            ensemble.submit(ROWS[:8]).result(PATIENCE_S)
+        assert np.array_equal(ensemble.predict(ROWS + 1000), ROWS + 1000)
+        assert ensemble.stats().restarts == 0
+
+
 def refused(*_: Any) -> None:
     raise OSError(errno.ENOMEM, "no memory")
 
@@ -634,3 +642,24 @@ def test_a_worker_that_dies_while_it_loads_is_started_again_or_ends_the_start(
     (tmp_path / "0").unlink()
     with pytest.raises(MemberFailed, match="ended by signal 9"):
         ensemble_of(load, workers=2, restarts=0)
+
+
+def test_an_ensemble_is_made_when_all_are_ready_also_those_that_were_started_again(
+    tmp_path: Path,
+) -> None:
+    made: list[Ensemble] = []
+    last = tmp_path / "last"
+    loads = (
+        by(members.dying_when_ready, str(tmp_path)),
+        by(members.loading_after, str(tmp_path / "second"), str(last)),
+    )
+    making = threading.Thread(target=lambda: made.append(ensemble_of(*loads)), daemon=True)
+    making.start()
+    wait_until(last.exists)
+    making.join(0.3)
+    assert making.is_alive()
+    (tmp_path / "go").touch()
+    making.join(PATIENCE_S)
+    with made[0] as ensemble:
+        assert ensemble.stats().restarts == 1
+        assert np.array_equal(ensemble.predict(ROWS), ROWS)

@@ -421,3 +421,14 @@ def test_where_not_all_workers_can_be_started_none_stays(monkeypatch: pytest.Mon
     with pytest.raises(OSError, match="no more processes"):
         ensemble_of(by(members.times, 1.0), by(members.times, 1.0))
     assert not is_running(started[0])
+
+
+def test_workers_import_the_main_module_only_for_functions_in_it(tmp_path: Path) -> None:
+    own = "def load(device):\n    return lambda batch: batch * 2\n"
+    (tmp_path / "loads.py").write_text(own)
+    program = PROGRAM.format(main="main()")
+    path = tmp_path / "program.py"
+    for text, times in ((program, 2), (program.replace(own, "from loads import load\n"), 1)):
+        path.write_text(f"print('imported', flush=True)\n{text}")
+        done = ran([str(path)], tmp_path)
+        assert done.stdout == "imported\n" * times + "[2.0, 2.0, 2.0]\n", done.stderr

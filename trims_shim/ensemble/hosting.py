@@ -158,7 +158,7 @@ class WorkerProcess:
     def _has_ended(self, patience_s: float) -> bool:
         """Whether it has ended within so many seconds by itself; else it is killed."""
         try:
-            self._process.wait(max(0.0, patience_s))
+            self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
