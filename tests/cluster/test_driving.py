@@ -502,3 +502,16 @@ def test_a_plan_for_more_devices_than_there_are_is_not_carried_out(
     world = make([placed((SMALL, 4, 10.0)), TWO])
     wait_until(lambda: world.asked() and world.driver.placement is TWO, "the next plan")
     assert "a plan is not carried out, the next one will be: there are too few" in caplog.text
+
+
+def test_devices_are_warm_for_no_variant_of_which_nothing_is_known(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make([], ONE, 600.0)
+    asked: list[Callable[..., bool]] = []
+    monkeypatch.setattr(world.fleet, "place", lambda placement, is_warm: asked.append(is_warm))
+    replanner = Replanner(ONE, period_s=600.0, burst=1.1)
+    world.driver._planned(replanner, TWO, {0: frozenset({"of small"})}, 0)
+    (is_warm,), devices = asked, world.fleet.devices
+    assert [is_warm(device, SMALL) for device in devices] == [True, False, False]
+    assert not any(is_warm(device, LARGE) for device in devices)

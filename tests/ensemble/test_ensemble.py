@@ -481,7 +481,14 @@ def test_a_forgotten_ensemble_ends() -> None:
     wait_until(lambda: not is_running(worker.pid))
 
 
-def test_in_a_forked_child_it_is_the_parents() -> None:
+def test_in_a_forked_child_it_is_the_parents(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_ended, ended = hosting.WorkerProcess._has_ended, list[bool]()
+
+    def noted(process: hosting.WorkerProcess, patience_s: float) -> bool:
+        ended.append(has_ended(process, patience_s))
+        return ended[-1]
+
+    monkeypatch.setattr(hosting.WorkerProcess, "_has_ended", noted)
     with ensemble_of(by(members.times, 2.0)) as ensemble:
         (worker,) = ensemble.stats().workers
         pid = os.fork()
@@ -502,7 +509,8 @@ def test_in_a_forked_child_it_is_the_parents() -> None:
             os.read(ready, 1)
             os._exit(0)
         os.close(ready)
-    wait_until(lambda: not is_running(worker.pid))
+    assert ended == [True], "it was not killed"
+    assert not is_running(worker.pid)
     os.close(proceed)
     os.waitpid(pid, 0)
 

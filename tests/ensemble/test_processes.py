@@ -74,6 +74,20 @@ def test_a_worker_that_cannot_be_told_something_is_replaced(
         assert ensemble.stats().restarts == 1
 
 
+def test_a_worker_is_given_each_shared_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    send, sent = Channel.send_descriptor, list[int]()
+
+    def noted(channel: Channel, descriptor: int) -> None:
+        sent.append(descriptor)
+        send(channel, descriptor)
+
+    monkeypatch.setattr(Channel, "send_descriptor", noted)
+    with ensemble_of(by(members.times, 2.0), max_segments=2) as ensemble:
+        for _ in range(3):
+            ensemble.predict(ROWS)
+        assert len(sent) <= 2
+
+
 @pytest.fixture
 def default_timeout() -> Iterator[None]:
     socket.setdefaulttimeout(5.0)
