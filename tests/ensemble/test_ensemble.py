@@ -141,6 +141,8 @@ def test_workers_have_as_many_threads_as_cores(monkeypatch: pytest.MonkeyPatch) 
     core = min(os.sched_getaffinity(0))
     with ensemble_of(members.with_environment, devices=[f"cpu:{core}"], combine="none") as ensemble:
         assert ensemble.predict(ROWS[:1])["a"] == [f"cpu [{core}] 1"]
+    with ensemble_of(members.with_environment, workers=2, combine="none") as ensemble:
+        assert ensemble.predict(ROWS[:1])["a"][0].endswith(" None"), "as libraries choose on GPUs"
 
 
 def test_a_reserve_has_workers_only_if_an_allocation_says_so(

@@ -129,7 +129,7 @@ def test_a_member_that_fails_is_named() -> None:
 
 
 def test_a_worker_that_cannot_say_what_it_uses_is_not_waited_for(
-    capfd: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(MemberFailed, match="of member 'a' has ended before it said how much mem"):
         measure(
@@ -138,6 +138,7 @@ def test_a_worker_that_cannot_say_what_it_uses_is_not_waited_for(
             devices=DEVICES[:1],
             batch_sizes=(2,),
         )
+    assert "ended with status 1; it is started again" in caplog.text
     assert "FileNotFoundError: /proc/self/clear_refs" in capfd.readouterr().err
 
 
