@@ -88,7 +88,7 @@ def _main() -> dict[str, str]:
     path = getattr(main, "__file__", None)
     if path is None or not os.path.exists(path):  # it is "<stdin>", for one
         return {}
-    return {"init_main_from_path": os.path.abspath(path)}
+    return {"init_main_from_path": path}
 
 
 def set_up(*, member: str, device: str, load: bytes) -> messages.SetUp:
