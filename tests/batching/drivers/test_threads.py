@@ -427,6 +427,28 @@ def test_a_handler_while_a_worker_is_started(monkeypatch: pytest.MonkeyPatch) ->
     assert found == [2]
 
 
+def test_a_handler_before_a_worker_is_started_that_it_would_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begin = threads.ThreadDispatch._start
+    found: list[object] = []
+
+    def handle() -> None:
+        with pytest.raises(RuntimeError, match="comes after it"):
+            batcher.submit(2).result(LONG_S)
+        found.append(batcher(3))
+
+    def interrupted(dispatch: threads.ThreadDispatch, *worker: Any) -> None:
+        if not found:
+            interrupt_main()
+        begin(dispatch, *worker)
+
+    with greedy(lambda items: items) as batcher, on_interrupt(handle):
+        monkeypatch.setattr(threads.ThreadDispatch, "_start", interrupted)
+        assert batcher.submit(1).result(LONG_S) == 1
+    assert found == [3]
+
+
 @pytest.mark.parametrize("way", ["call", "submit", "wait"])
 @pytest.mark.parametrize("has_caller", [False, True])
 def test_a_callback_may_wait_in_the_thread_of_those_it_waits_for(

@@ -57,6 +57,8 @@ class ThreadDispatch(Dispatch):
         self._keeper: Seat | None = None
         self._runners: dict[int, int] = {}
         """How many runs of batches are nested, by thread."""
+        self._starting: dict[Seat, int] = {}
+        """Of workers whose threads are not started yet: the thread that starts them."""
         self._seats: dict[int, Seat] = {}
         """By thread; without those that are away."""
 
@@ -117,10 +119,11 @@ class ThreadDispatch(Dispatch):
 
     def is_running_here(self) -> bool:
         """See :class:`Dispatch`. Also true in a signal handler, or a finalizer, in the middle of
-        this thread's turn, whose end it must not wait for either.
+        this thread's turn, or before it has started a worker: neither can it wait for these.
         """
         is_my_turn: bool = self._lock._is_owned()  # type: ignore[attr-defined]
-        return is_my_turn or threading.get_ident() in self._runners
+        ident = threading.get_ident()
+        return is_my_turn or ident in self._runners or ident in self._starting.values()
 
     def check_may_wait(self) -> None:
         """See :class:`Dispatch`. From now on this thread may be away from its seat."""
@@ -308,15 +311,13 @@ class ThreadDispatch(Dispatch):
         claim: list[None] = [None]
         # First: a callback that is called after the same turn may wait for what it runs.
         self._outside.insert(0, lambda: self._start(worker, claim))
+        self._starting[worker] = threading.get_ident()
         return worker
 
     def _start(self, worker: Seat, claim: list[None]) -> None:
         """Start its thread. It takes ``claim``, or this thread does, and then does without it."""
-        runners, ident = self._runners, threading.get_ident()
-        depth = runners.get(ident, 0)
         try:
-            # A signal handler must not wait for a thread that it keeps from beginning, either.
-            runners[ident] = depth + 1
+            self._starting[worker] = threading.get_ident()  # again, if this is done once more
             thread = threading.Thread(
                 target=_begin,
                 args=(weakref.ref(self), worker, claim),
@@ -335,11 +336,7 @@ class ThreadDispatch(Dispatch):
             self._replace(worker)
             raise
         finally:
-            # Without a call, in which an interrupt could come.
-            if depth:
-                runners[ident] = depth
-            else:
-                del runners[ident]
+            self._starting.pop(worker, None)
 
     def _without_thread(self, error: BaseException) -> RuntimeError:
         """The error if there are too many, the interpreter ends, or it allows no daemon threads."""
