@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import sys
 import threading
+from collections.abc import Callable
 from concurrent import futures
 from typing import Any
 
@@ -53,6 +55,25 @@ def test_a_cancelled_future_is_done_for_those_who_wait_for_several() -> None:
     assert list(concurrent.futures.as_completed([future], LONG_S)) == [future]
 
 
+@pytest.mark.parametrize("get", [BatchFuture.result, BatchFuture.exception])
+def test_who_waits_holds_nothing_at_any_step(get: Callable[..., Any]) -> None:
+    """A signal handler may come between any two, and wait for another answer of the same batch."""
+    future = BatchFuture()
+    has_condition: list[bool] = []
+
+    def profile(*_: Any) -> None:
+        has_condition.append(future._condition._is_owned())  # type: ignore[attr-defined]
+
+    sys.setprofile(profile)
+    try:
+        with pytest.raises(futures.TimeoutError):
+            get(future, 0.001)
+    finally:
+        sys.setprofile(None)
+    assert len(has_condition) > 5
+    assert not any(has_condition)
+
+
 @pytest.mark.parametrize("error", [None, ValueError()])
 def test_those_that_an_interrupted_thread_has_not_told_are_told(error: ValueError | None) -> None:
     future, other = BatchFuture(), BatchFuture()
@@ -62,7 +83,7 @@ def test_those_that_an_interrupted_thread_has_not_told_are_told(error: ValueErro
         start(lambda: done.extend(futures.wait([future, other], LONG_S, until).done)),
         start(lambda: done.append(future.exception(LONG_S))),
     ]
-    wait_until(lambda: bool(other._waiters and future._condition._waiters))  # type: ignore[attr-defined]
+    wait_until(lambda: bool(other._waiters and future._sleepers))  # type: ignore[attr-defined]
     called: list[Any] = []
     future.add_done_callback(called.append)
     future._exception, future._state = error, "FINISHED"  # as in the middle of set_result()

@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -269,11 +271,16 @@ class _Condition(threading.Condition):
 
 
 class BatchFuture(Future[Answer]):
-    """What ``submit`` returns. ``cancel()`` frees its place in the queue."""
+    """What ``submit`` returns. ``cancel()`` frees its place in the queue.
+
+    Who waits for the answer does not hold the condition at any step: a signal handler of its thread
+    may wait for another answer, and whoever hands that out may need the condition before.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._condition = _Condition()
+        self._sleepers: deque[Seat] = deque()
         self._dispatch: Dispatch | None = None
         self._request: Request | None = None
 
@@ -300,16 +307,18 @@ class BatchFuture(Future[Answer]):
 
     def result(self, timeout: float | None = None) -> Answer:
         """See :class:`concurrent.futures.Future`; an error where waiting would never end."""
-        self._check_may_wait()
+        self._sleep(timeout)
         try:
-            return super().result(timeout)
+            if self._exception is not None:
+                raise self._exception
+            return self._result  # type: ignore[return-value]
         finally:
             del self  # else an error would keep itself, by this frame in its traceback
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """See :class:`concurrent.futures.Future`; an error where waiting would never end."""
-        self._check_may_wait()
-        return super().exception(timeout)
+        self._sleep(timeout)
+        return self._exception
 
     def begin(self) -> bool:
         """See :class:`Reply`."""
@@ -339,12 +348,13 @@ class BatchFuture(Future[Answer]):
 
     def orphan(self) -> None:
         """In a forked child: fail without a lock, which the parent may have held."""
-        if self._state in ("PENDING", "RUNNING"):
+        if self._is_open:
             self._condition = _Condition()
             self._waiters.clear()
             self.__dict__["_done_callbacks"] = []
             self._exception = BatchingError(OTHER_PROCESS)
             self._state = "FINISHED"
+            self._wake_sleepers()
         self._let_go()
 
     def _settle(self, settle: Callable[[Any], None], value: Any) -> None:
@@ -366,6 +376,7 @@ class BatchFuture(Future[Answer]):
         self._invoke_callbacks()
 
     def _invoke_callbacks(self) -> None:
+        self._wake_sleepers()
         # Not as the base class's: a thread that goes on after an interrupt calls those left.
         callbacks = self._done_callbacks  # type: ignore[attr-defined]
         while callbacks:
@@ -384,10 +395,30 @@ class BatchFuture(Future[Answer]):
                 for waiter in self._waiters:
                     waiter.add_cancelled(self)
 
-    def _check_may_wait(self) -> None:
-        dispatch = self._dispatch
-        if dispatch is not None and not self.done():
+    def _sleep(self, timeout: float | None) -> None:
+        """Wait until it has an answer. Raises TimeoutError, or CancelledError if it is given up."""
+        dispatch, seat = self._dispatch, Seat()
+        if dispatch is not None and self._is_open:
             dispatch.check_may_wait()
+        self._sleepers.append(seat)
+        try:
+            if self._is_open:
+                limit_s = -1.0 if timeout is None else max(0.0, timeout)
+                seat.sleep(min(limit_s, threading.TIMEOUT_MAX))
+        finally:
+            self._sleepers.remove(seat)
+        if self._is_open:
+            raise futures.TimeoutError
+        if self._state != "FINISHED":
+            raise futures.CancelledError
+
+    @property
+    def _is_open(self) -> bool:
+        return self._state in ("PENDING", "RUNNING")
+
+    def _wake_sleepers(self) -> None:
+        for seat in tuple(self._sleepers):
+            seat.wake()
 
     def _let_go(self) -> None:
         # A caller that keeps an answer must not keep the batcher, or the item.
