@@ -307,7 +307,7 @@ class BatchFuture(Future[Answer]):
 
     def result(self, timeout: float | None = None) -> Answer:
         """See :class:`concurrent.futures.Future`; an error where waiting would never end."""
-        self._sleep(timeout)
+        self._await(timeout)
         try:
             if self._exception is not None:
                 raise self._exception
@@ -317,7 +317,7 @@ class BatchFuture(Future[Answer]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """See :class:`concurrent.futures.Future`; an error where waiting would never end."""
-        self._sleep(timeout)
+        self._await(timeout)
         return self._exception
 
     def begin(self) -> bool:
@@ -395,10 +395,18 @@ class BatchFuture(Future[Answer]):
                 for waiter in self._waiters:
                     waiter.add_cancelled(self)
 
-    def _sleep(self, timeout: float | None) -> None:
+    def _await(self, timeout: float | None) -> None:
         """Wait until it has an answer. Raises TimeoutError, or CancelledError if it is given up."""
+        if self._is_open:
+            self._sleep(timeout)
+        if self._is_open:
+            raise futures.TimeoutError
+        if self._state != "FINISHED":
+            raise futures.CancelledError
+
+    def _sleep(self, timeout: float | None) -> None:
         dispatch, seat = self._dispatch, Seat()
-        if dispatch is not None and self._is_open:
+        if dispatch is not None:
             dispatch.check_may_wait()
         self._sleepers.append(seat)
         try:
@@ -407,10 +415,6 @@ class BatchFuture(Future[Answer]):
                 seat.sleep(min(limit_s, threading.TIMEOUT_MAX))
         finally:
             self._sleepers.remove(seat)
-        if self._is_open:
-            raise futures.TimeoutError
-        if self._state != "FINISHED":
-            raise futures.CancelledError
 
     @property
     def _is_open(self) -> bool:
