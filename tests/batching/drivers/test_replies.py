@@ -21,6 +21,7 @@ from trims_shim.batching.drivers.replies import (
     Seat,
     deliver,
 )
+from trims_shim.errors import BatchingError
 
 
 @pytest.mark.parametrize("end", ["cancel", "set_result", "set_exception"])
@@ -95,6 +96,16 @@ def test_those_that_an_interrupted_thread_has_not_told_are_told(error: ValueErro
     assert error in done
     other.fail(ValueError())
     assert other._dispatch is None
+
+
+def test_who_waits_while_its_signal_handler_forks_is_told_in_the_child() -> None:
+    future = BatchFuture()
+    found: list[Any] = []
+    waiting = start(lambda: found.append(future.exception(LONG_S)))
+    wait_until(lambda: bool(future._sleepers))
+    future.orphan()
+    join(waiting)
+    assert isinstance(found[0], BatchingError)
 
 
 def test_a_running_future_cannot_be_cancelled_and_begins_again_after_an_interrupt() -> None:
