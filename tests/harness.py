@@ -41,6 +41,7 @@ __all__ = [
     "close_worlds",
     "content",
     "open_descriptors",
+    "process_name",
     "process_state",
     "wait_until",
 ]
@@ -115,6 +116,12 @@ def open_descriptors() -> set[tuple[int, str]]:
     earlier test, or the collector, may close some of its own meanwhile.
     """
     return set(World.descriptors(os.getpid()).items())
+
+
+def process_name(pid: int) -> str:
+    """What ``ps -e`` calls it."""
+    with open(f"/proc/{pid}/comm") as file:
+        return file.read().rstrip()
 
 
 def process_state(pid: int) -> str:

@@ -1,4 +1,4 @@
-"""What other interpreters are told of this one."""
+"""What other interpreters are told of this one, and what they are called."""
 
 from __future__ import annotations
 

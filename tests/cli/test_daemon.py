@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import process_state, wait_until
+from harness import process_name, process_state, wait_until
 
 from trims_shim import config
 from trims_shim.cli.exits import Exit
@@ -26,6 +26,7 @@ from .conftest import Trims
 def test_stop_returns_when_the_process_is_gone(trims: Trims, model: Path) -> None:
     assert trims("warm", str(model)).returncode == Exit.OK
     pid = json.loads(trims("status", "--json").stdout)["pid"]
+    assert process_name(pid) == "trims-daemon"
     done = trims("stop")
     assert process_state(pid) in ("", "Z"), "not every machine has an init that buries it"
     assert done.returncode == Exit.OK
@@ -52,6 +53,7 @@ def test_daemon_serves_in_the_foreground(trims: Trims) -> None:
     try:
         wait_until(lambda: trims("status").returncode == Exit.OK, "it serves", interval_s=0.1)
         assert json.loads(trims("status", "--json").stdout)["pid"] == process.pid
+        assert process_name(process.pid) == "trims-daemon"
         second = trims("daemon")
         assert second.returncode == Exit.FAILED
         assert f"{process.pid} serves {trims.sockets} already" in second.stderr

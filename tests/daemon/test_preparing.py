@@ -18,7 +18,7 @@ from typing import Any
 import onnxruntime  # noqa: F401  first of all: it opens files of its own, which are no leak
 import pytest
 from blake3 import blake3
-from harness import PATIENCE_S, process_state, wait_until
+from harness import PATIENCE_S, process_name, process_state, wait_until
 from onnx_models import perceptron, save
 from prepare_requests import request
 
@@ -416,6 +416,7 @@ class TestRealPreparer:
         def look(hashed: SourceHashed) -> bool:
             pid = preparer.pid
             assert pid is not None
+            seen["name"] = process_name(pid)
             seen["nice"] = os.getpriority(os.PRIO_PROCESS, pid)
             seen["policy"] = os.sched_getscheduler(pid)
             seen["session"] = os.getsid(pid) == pid
@@ -436,6 +437,7 @@ class TestRealPreparer:
         assert files.count("/dev/null") == 2 + ("/dev/null" in os.readlink("/proc/self/fd/2"))
         assert preparation.request.path in files
         assert seen == {
+            "name": "trims-preparer",
             "nice": 10,
             "policy": os.SCHED_BATCH,
             "session": True,

@@ -18,7 +18,7 @@ import pytest
 from blake3 import blake3
 from device_images import MIB, safetensors
 from emulated_cuda import Emulated
-from harness import PATIENCE_S, World, process_state, wait_until
+from harness import PATIENCE_S, World, process_name, process_state, wait_until
 
 from trims_shim.daemon.device import uploader as process_module
 from trims_shim.daemon.device import uploading
@@ -164,6 +164,7 @@ def test_there_and_back(make: Callable[..., Harness], source: int) -> None:
     harness = make()
     memory, outline, digest = harness.upload(source)
     assert digest == blake3(CONTENT).hexdigest()
+    assert process_name(harness.pid) == "trims-uploader"
     target = os.memfd_create("target")
     try:
         with harness.uploader.job() as job:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness import process_name
 
 from tests.ensemble import members
 from tests.ensemble.members import by, ensemble_of
@@ -58,6 +59,7 @@ def test_members_answer_all_rows_in_order() -> None:
         stats = ensemble.stats()
         pids = [worker.pid for worker in stats.workers]
         assert len(set(pids)) == 4
+        assert {process_name(pid) for pid in pids} == {"trims-worker"}
         assert stats.samples == 301
         assert stats.batches == 2 * (16 + 16 + 6 + 1)  # of 128, 128, 44 rows, and 1
     assert not any(map(is_running, pids))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from trims_shim import config as configuration
+from trims_shim.children import be_called
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.text import counted, duration, print_json, size
 from trims_shim.client.connection import Connection
@@ -51,6 +52,7 @@ def serve(_arguments: argparse.Namespace) -> Exit:
         format="%(asctime)s %(process)d %(levelname)s %(message)s",
         stream=sys.stderr,
     )
+    be_called("trims-daemon")
     return Exit(run())
 
 

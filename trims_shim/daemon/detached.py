@@ -11,6 +11,8 @@ import stat
 import sys
 from typing import TextIO
 
+from trims_shim.children import be_called
+
 __all__ = ["LogHandler", "main"]
 
 _LOG_LIMIT_BYTES = 1 << 20
@@ -25,6 +27,7 @@ _LIMITS = (
 
 def main(report_descriptor: int) -> None:
     """Run the daemon and exit with its status."""
+    be_called("trims-daemon")
     os.set_inheritable(report_descriptor, False)
     _see_all_devices()
     # A program may start us from a thread that blocks signals, and exec keeps the mask. It also

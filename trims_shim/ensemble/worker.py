@@ -26,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from trims_shim.children import be_called
 from trims_shim.ensemble import messages
 from trims_shim.ensemble.channel import Channel
 from trims_shim.ensemble.devices import cores_of
@@ -38,6 +39,7 @@ __all__ = ["main"]
 
 def main(descriptor: int) -> None:
     """Serve the program at the other end of the socket ``descriptor``, until it closes that."""
+    be_called("trims-worker")
     # Ctrl-C is for the program, which ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -26,6 +26,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from trims_shim.children import be_called
 from trims_shim.errors import (
     DriverFailure,
     FileChanged,
@@ -60,6 +61,7 @@ or as this: half of the least device memory that an image takes."""
 def main(arguments: Sequence[str]) -> None:
     """Serve the socket whose descriptor is the first argument; device and backend follow."""
     descriptor, device, backend = arguments
+    be_called("trims-uploader")
     # A daemon in a terminal finishes its loads after Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(

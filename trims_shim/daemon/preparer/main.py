@@ -24,6 +24,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 
+from trims_shim.children import be_called
 from trims_shim.daemon.preparer import background, optimising, verifying
 from trims_shim.daemon.preparer import cuda as preparer_cuda
 from trims_shim.daemon.preparer.installation import installation
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str]) -> None:
     is the priority, ``idle`` or ``normal``.
     """
     descriptor, anyway_bytes, priority = arguments
+    be_called("trims-preparer")
     background.be_expendable()
     if priority == "idle":
         background.give_way()
