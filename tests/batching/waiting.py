@@ -73,9 +73,11 @@ class Endless:
     """A batch function that answers in pieces without end; ``ended`` once it was closed."""
 
     def __init__(self) -> None:
+        self.begun = threading.Event()
         self.ended = threading.Event()
 
     def __call__(self, items: list[int]) -> Iterator[list[int]]:
+        self.begun.set()
         try:
             while True:
                 time.sleep(0.001)

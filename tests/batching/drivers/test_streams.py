@@ -50,7 +50,7 @@ def test_a_stream_that_nobody_begins_to_read_is_given_up(end: Any) -> None:
     endless = Endless()
     batcher = Batcher(endless, policy="immediate")
     pieces = batcher.stream(1)
-    wait_until(lambda: batcher.stats().running == 1)
+    assert endless.begun.wait(LONG_S)  # else it would never begin
     end(pieces)
     del pieces
     assert endless.ended.wait(LONG_S)

@@ -105,7 +105,8 @@ def test_a_lone_caller_runs_all_stages_and_starts_no_thread() -> None:
 def test_what_is_alone_runs_on_until_something_happens() -> None:
     """Rules are asked at borders only where there is something to decide."""
     asked: list[tuple[int, int]] = []
-    third = Held()
+    # The first waits until the turn in which a request has come is over: it is news till then.
+    first_stage, third = Held(), Held()
 
     class Asked(StagedRule):
         def choose(self, now_ns: int) -> int:
@@ -115,14 +116,16 @@ def test_what_is_alone_runs_on_until_something_happens() -> None:
             asked.append((part.stage, part.size))
             return ()
 
-    with plain(StagedModel([adding(1), adding(1), third, adding(1)]), policy=Asked) as batcher:
+    with plain(StagedModel([first_stage, adding(2), third, adding(1)]), policy=Asked) as batcher:
         first = batcher.submit(0)
+        first_stage.gate.open()
         third.gate.open()
         assert first.result(LONG_S) == 3
         batcher.drain(LONG_S)
         assert asked == []
         assert [each.runs for each in batcher.stage_stats().stages] == [1] * 4
         second = batcher.submit(0)
+        first_stage.gate.open(2)
         wait_until(lambda: len(third.batches) == 2)
         another = batcher.submit(5)
         third.gate.open(2)
@@ -136,24 +139,26 @@ def test_what_is_alone_runs_on_until_something_happens() -> None:
 def test_a_batch_runs_on_without_those_who_are_finished_or_have_given_up() -> None:
     """Nobody waits who could join it, so its stages are one job, up to where one leaves."""
     jobs: list[int] = []
-    second = Held()
+    first, second = Held(), Held()
 
     def leave(items: list[int]) -> EarlyExit:
         ended = [item for item in items if item > 9]
         return EarlyExit([item > 9 for item in items], ended, [i for i in items if i < 10])
 
     policy = functools.partial(Window, wait_ms=10_000)
-    model = StagedModel([adding(1), second, leave, adding(1), adding(1)])
+    model = StagedModel([first, second, leave, adding(1), adding(1)])
     with plain(model, policy=policy, max_batch_size=4) as batcher:
         dispatch: Any = batcher._engine.threads()
         launch = dispatch._launch
         dispatch._launch = lambda job: (jobs.append(job.stage), launch(job))
-        futures = [batcher.submit(item) for item in (0, 1, 9, 2)]
+        futures = [batcher.submit(item) for item in (1, 2, 10, 3)]
+        first.gate.open()  # not before the turn in which the last one has come is over
         second.gate.open()
         assert [each.result(LONG_S) for each in futures] == [3, 4, 10, 5]
         batcher.drain(LONG_S)
         assert jobs == [0, 3]
-        futures = [batcher.submit(item) for item in (0, 1, 2, 3)]
+        futures = [batcher.submit(item) for item in (1, 2, 3, 4)]
+        first.gate.open()
         wait_until(lambda: len(second.batches) == 2)
         assert futures[1].cancel()
         second.gate.open()
