@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness import PATIENCE_S, wait_until
+from harness import PATIENCE_S
 
 from trims_shim.cli.daemon import stop_daemon
 from trims_shim.client import connection, spawn
@@ -190,6 +190,12 @@ def starting(endpoint: Endpoint) -> Iterator[tuple[int, queue.SimpleQueue[str]]]
     """The lock, which another starter holds, and what becomes of a start that waits for it."""
     endpoint.create()
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+    has_tried, lock_at_once = threading.Event(), spawn._lock
+
+    def try_to_lock(descriptor: int) -> bool:
+        is_held = lock_at_once(descriptor)
+        has_tried.set()
+        return is_held
 
     def start() -> None:
         try:
@@ -199,21 +205,16 @@ def starting(endpoint: Endpoint) -> Iterator[tuple[int, queue.SimpleQueue[str]]]
             ended.put(str(error))
 
     waiter = threading.Thread(target=start)
-    with open(endpoint.start_lock, "wb", buffering=0) as lock:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        open(endpoint.start_lock, "wb", buffering=0) as lock,
+    ):
+        patch.setattr(spawn, "_lock", try_to_lock)
         fcntl.flock(lock, fcntl.LOCK_EX)
         waiter.start()
-        wait_until(lambda: count_of(endpoint.start_lock) == 2, "it waits")
+        assert has_tried.wait(PATIENCE_S)
         yield lock.fileno(), ended
     waiter.join()
-
-
-def count_of(path: str) -> int:
-    """How many descriptors of this process are open on a file."""
-    found = 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found += os.readlink(f"/proc/self/fd/{name}") == path
-    return found
 
 
 def serve(endpoint: Endpoint) -> None:
