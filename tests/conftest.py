@@ -7,6 +7,7 @@ import gc
 import os
 import resource
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -27,6 +28,10 @@ settings.load_profile("short")
 # Before anything imports torch: threads for tensors of a few numbers cost more than what they do,
 # and on a busy machine a time slice each time that they wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# A shell that starts the tests in the background ignores it, and then so would their children.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before anything imports trims_shim. Tests that want a daemon make a socket directory of their own.
 for _name in [name for name in os.environ if name.startswith("TRIMS_")]:
