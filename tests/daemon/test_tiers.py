@@ -225,19 +225,22 @@ class TestMaking:
     def test_it_ends_while_the_driver_hangs(
         self, emulated_cuda: Emulated, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        hangs = threading.Event()
+        asked, hangs = threading.Event(), threading.Event()
 
         def no_driver() -> Any:
+            asked.set()
             hangs.wait(PATIENCE_S)
             raise DriverFailure("it has come back")
 
         monkeypatch.setattr(tiers_module, "driver", no_driver)
         harness = Harness()
         harness.ask(GPU)
+        assert asked.wait(PATIENCE_S)
         begin_s = time.monotonic()
         harness.tiers.close()
         assert time.monotonic() - begin_s < PATIENCE_S / 2
         hangs.set()
+        harness.woken.get(timeout=PATIENCE_S)  # Its thread is done, and the uploader has ended.
 
     def test_the_uploader_starts_meanwhile(
         self, make: Callable[..., Harness], emulated_cuda: Emulated, monkeypatch: pytest.MonkeyPatch
