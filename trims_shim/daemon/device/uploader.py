@@ -154,14 +154,15 @@ class _Jobs:
             os.close(packet.descriptor)  # A part of a job that has failed.
 
     def _begin(self, packet: Packet) -> None:
-        job = packet.message.job
+        request = packet.message
+        held = [] if packet.descriptor is None else [packet.descriptor]
         inbox: Inbox = queue.SimpleQueue()
-        self._inboxes[job] = inbox
+        self._inboxes[request.job] = inbox
         try:
-            threading.Thread(target=self._serve, args=(packet, inbox), daemon=True).start()
+            threading.Thread(target=self._serve, args=(request, held, inbox), daemon=True).start()
         except RuntimeError as error:  # no more threads: other jobs go on
-            held = [] if packet.descriptor is None else [packet.descriptor]
-            self._end(job, held, inbox, _failed(job, ReadFailed(f"uploader: {error}")))
+            failed = _failed(request.job, ReadFailed(f"uploader: {error}"))
+            self._end(request.job, held, inbox, failed)
 
     def _free(self, job: int) -> None:
         memory = self._memory.pop(job, None)
@@ -179,9 +180,7 @@ class _Jobs:
                 inbox.put(packet)
             return inbox is not None
 
-    def _serve(self, packet: Packet, inbox: Inbox) -> None:
-        request = packet.message
-        held = [] if packet.descriptor is None else [packet.descriptor]
+    def _serve(self, request: Any, held: list[int], inbox: Inbox) -> None:
         reply: Any
         try:
             if isinstance(request, duties.PlanUploadRequest):
