@@ -390,7 +390,7 @@ class Tiers:
         # The host's last: images that leave a device go there.
         for each in reversed(list(self)):
             each.close()
-        if self._maker is not self._pool and self._maker is not None:
+        if isinstance(self._maker, Workers):
             self._maker.shutdown(wait=False)
 
     # --- making a device's tier -------------------------------------------------------------------
