@@ -339,13 +339,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.stdin.close()
     try:
         process.wait(_STOP_DEADLINE_S)
-    except subprocess.TimeoutExpired:
+    except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
         process.kill()
         process.wait()
-    except KeyboardInterrupt:
-        process.kill()
-        process.wait()
-        raise
+        if isinstance(error, KeyboardInterrupt):
+            raise
     finally:
         process.stdout.close()
 
