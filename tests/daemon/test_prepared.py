@@ -317,6 +317,15 @@ class TestLife:
         assert len(world.preparer.preparations) <= 1
         assert world.directory.exists() is False or os.listdir(world.directory) == []
 
+    @staticmethod
+    def check_that_it_ends(world: World, is_asked: threading.Event, hangs: threading.Event) -> None:
+        assert is_asked.wait(PATIENCE_S)
+        began = time.monotonic()
+        world.prepared.close()
+        took_s = time.monotonic() - began
+        hangs.set()
+        assert took_s < PATIENCE_S / 2
+
     def test_the_end_does_not_wait_for_a_file_whose_server_is_gone(
         self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -332,12 +341,7 @@ class TestLife:
         monkeypatch.setattr(prepared_making, "_END_PATIENCE_S", 0.05)
         monkeypatch.setattr(os, "fstat", hang)
         assert world.outcome(model) == "preparing"
-        assert is_asked.wait(PATIENCE_S)
-        began = time.monotonic()
-        world.prepared.close()
-        took_s = time.monotonic() - began
-        answers.set()
-        assert took_s < PATIENCE_S / 2
+        self.check_that_it_ends(world, is_asked, answers)
 
     def test_the_end_does_not_wait_for_a_directory_whose_disk_is_gone(
         self, make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
@@ -354,12 +358,7 @@ class TestLife:
         monkeypatch.setattr(prepared_module, "_END_PATIENCE_S", 0.05)
         monkeypatch.setattr(world.prepared._files, "open", hang)
         world.prepared.start()
-        assert is_asked.wait(PATIENCE_S)
-        began = time.monotonic()
-        world.prepared.close()
-        took_s = time.monotonic() - began
-        answers.set()
-        assert took_s < PATIENCE_S / 2
+        self.check_that_it_ends(world, is_asked, answers)
 
     def test_a_bug_costs_one_preparation(
         self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
