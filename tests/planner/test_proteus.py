@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import signal
 import sys
+import time
 from collections.abc import Iterator
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -135,6 +138,24 @@ def test_the_solver_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     options = [option("cats", name, "gpu", 60 + 10 * i, 40 - i) for i, name in enumerate("abcd")]
     plan_proteus(Problem({"gpu": 7}, options, {"cats": 130}))
     assert capfd.readouterr() == ("", "")
+
+
+def test_ctrl_c_does_not_wait_for_the_solver() -> None:
+    """Whether it comes before the solver starts, or while it runs."""
+    randoms = Random(1)
+    hard = programme.Programme()
+    goal = {hard.variable(upper=1, is_integer=True): randoms.uniform(1, 1000) for _ in range(400)}
+    for _ in range(60):
+        hard.row({each: randoms.uniform(1, 1000) for each in goal}, upper=80_000)
+    began_s = time.monotonic()
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            hard.maximise(goal, gap=0, time_limit_s=60)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - began_s < 30
 
 
 def test_a_child_can_plan_after_its_parent_has() -> None:

@@ -9,6 +9,7 @@ import importlib
 import math
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -80,7 +81,7 @@ class Programme:
         if start is not None:
             known = [i for i, _ in enumerate(start.values) if self._is_integer[i]]
             solver.setSolution(len(known), known, [start.values[i] for i in known])
-        solver.run()
+        _solve(solver)
         status, info = solver.getModelStatus(), solver.getInfo()
         if status == highspy.HighsModelStatus.kInfeasible:
             return None
@@ -126,6 +127,18 @@ class Programme:
         matrix.format_ = highspy.MatrixFormat.kRowwise
         matrix.start_, matrix.index_, matrix.value_ = starts, variables, factors
         return model
+
+
+def _solve(solver: Any) -> None:
+    """In a thread of its own, so that Ctrl-C ends it, and does not wait until the time is up."""
+    solver.HandleUserInterrupt = True
+    with ThreadPoolExecutor(1) as pool:
+        solved = pool.submit(solver.run)
+        try:
+            solved.result()
+        except BaseException:
+            solver.cancelSolve()
+            raise
 
 
 def _is_solved(highspy: Any, info: Any) -> bool:
