@@ -520,12 +520,12 @@ def test_in_a_forked_child_it_is_the_parents(monkeypatch: pytest.MonkeyPatch) ->
 
 
 PROGRAM = """
-import sys, time
+import os, signal, sys, time
 import numpy as np
 from trims_shim.ensemble import Ensemble, Member
 
 def load(device):
-    return lambda batch: batch * 2
+    {load}
 
 def main():
     with Ensemble([Member("a", load)], devices=["cpu"]) as ensemble:
@@ -538,10 +538,14 @@ def main():
 
 
 def program(
-    tmp_path: Path, *, then: str = "", guard: str = "if __name__ == '__main__': main()"
+    tmp_path: Path,
+    *,
+    load: str = "return lambda batch: batch * 2",
+    then: str = "pass",
+    guard: str = "if __name__ == '__main__': main()",
 ) -> Any:
     path = tmp_path / "program.py"
-    path.write_text(PROGRAM.format(then=then or "pass", guard=guard))
+    path.write_text(PROGRAM.format(load=load, then=then, guard=guard))
     return subprocess.Popen(
         [sys.executable, str(path)],
         stdout=subprocess.PIPE,
@@ -574,6 +578,18 @@ def test_workers_end_with_their_program(tmp_path: Path, number: signal.Signals) 
         child.send_signal(number)
         child.wait(PATIENCE_S)
         wait_until(lambda: not is_running(worker))
+
+
+def test_a_worker_whose_model_is_never_loaded_ends_with_its_program(tmp_path: Path) -> None:
+    with program(tmp_path, load="print(os.getpid(), flush=True); signal.pause()") as child:
+        worker = int(child.stdout.readline())
+        child.kill()
+        child.wait(PATIENCE_S)
+        try:
+            wait_until(lambda: not is_running(worker))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
 
 
 def test_ctrl_c_is_for_the_program_alone() -> None:

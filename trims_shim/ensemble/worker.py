@@ -2,7 +2,8 @@
 
 A thread receives batches and copies them out of shared memory; the main thread runs the model over
 them, one after the other, and sends the results. So a batch is always there when the one before has
-ended. The process ends when its socket does, which is when its program ends.
+ended. The process ends when its socket does, which is when its program ends, also while the model
+is loaded.
 
 The model is loaded with trims_shim active, so that workers of one member share its weights.
 
@@ -11,7 +12,6 @@ Source: Pochelu et al. (2022), section 2.1 (batcher, predictor and prediction se
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import multiprocessing.process
 import multiprocessing.spawn
@@ -46,9 +46,14 @@ def main(descriptor: int) -> None:
     channel = Channel(socket.socket(fileno=descriptor))
     # A child that a model forks would keep the program from seeing this process's end.
     os.register_at_fork(after_in_child=channel.close)
-    # Closed also where a thread of the model's keeps the process from its end.
-    with contextlib.closing(channel), contextlib.suppress(EOFError, ConnectionError):
-        _serve(channel)  # until the program has ended
+    try:
+        _serve(channel)
+    except (EOFError, ConnectionError):  # The program has ended.
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    # Without a thread of the model's, which may keep a process from its end.
+    os._exit(1)
 
 
 def _serve(channel: Channel) -> None:
@@ -57,13 +62,15 @@ def _serve(channel: Channel) -> None:
     assert isinstance(setup, messages.SetUp)
     if cores := cores_of(setup.device):
         os.sched_setaffinity(0, cores)
+    worker = _Worker(channel, setup.device)
+    worker.start()
     try:
         function = _loaded_function(setup)
     except BaseException as error:
         connection.send(_failure(None, error))
     else:
         connection.send(messages.Ready())
-        _Worker(channel, function, setup).run()
+        worker.run(function)
 
 
 def _loaded_function(setup: messages.SetUp) -> Callable[[Any], Any]:
@@ -95,55 +102,41 @@ class _Batch:
 
 
 class _Worker:
-    def __init__(self, channel: Channel, function: Callable[[Any], Any], setup: Any) -> None:
+    def __init__(self, channel: Channel, device: str) -> None:
         self._channel = channel
         self._connection = channel.connection
-        self._function = function
-        self._device = setup.device
+        self._device = device
         self._batches: queue.SimpleQueue[_Batch | messages.AskMemory] = queue.SimpleQueue()
         self._buffers: dict[int, mmap.mmap] = {}
         self._segment: tuple[int, Any] | None = None
         """The samples of the last job's segment, in shared memory."""
 
-    def run(self) -> None:
+    def start(self) -> None:
+        """Receive, and from now on end with the program, however long a model takes."""
         threading.Thread(target=self._receive, daemon=True).start()
-        try:
-            while True:
-                self._do(self._batches.get())
-        except ConnectionError:
-            raise
-        except BaseException:
-            # Here: the other thread ends the process as soon as the channel is closed.
-            traceback.print_exc()
-            os._exit(1)
-
-    def _do(self, task: _Batch | messages.AskMemory) -> None:
-        if isinstance(task, _Batch):
-            self._answer(task)
-        else:
-            buffers_bytes = sum(map(len, self._buffers.values()))
-            self._connection.send(memory_used(self._device, buffers_bytes=buffers_bytes))
 
     # --- the main thread --------------------------------------------------------------------------
 
-    def _answer(self, batch: _Batch) -> None:
+    def run(self, function: Callable[[Any], Any]) -> None:
+        while True:
+            task = self._batches.get()
+            if isinstance(task, _Batch):
+                self._answer(function, task)
+            else:
+                buffers_bytes = sum(map(len, self._buffers.values()))
+                self._connection.send(memory_used(self._device, buffers_bytes=buffers_bytes))
+
+    def _answer(self, function: Callable[[Any], Any], batch: _Batch) -> None:
         job = batch.job
         try:
             if batch.error is not None:
                 raise batch.error
-            parts = dumped(self._results(batch))
+            parts = dumped(_results(function, batch))
         except BaseException as error:
             self._connection.send(_failure(job, error))
             return
         self._connection.send(messages.Answer(job, tuple(part.nbytes for part in parts)))
         self._channel.send_contents(parts)
-
-    def _results(self, batch: _Batch) -> Any:
-        expected = batch.job.stop - batch.job.start
-        results = self._function(batch.samples)
-        if (found := count_of(results)) != expected:
-            raise ValueError(f"returned {found} rows for a batch of {expected} samples")
-        return results
 
     # --- the receiving thread ---------------------------------------------------------------------
 
@@ -193,6 +186,14 @@ class _Worker:
             parts = [buffer[offset : offset + size] for offset, size in layout.spans]
             self._segment = segment, loaded(parts)
         return self._segment[1]
+
+
+def _results(function: Callable[[Any], Any], batch: _Batch) -> Any:
+    expected = batch.job.stop - batch.job.start
+    results = function(batch.samples)
+    if (found := count_of(results)) != expected:
+        raise ValueError(f"returned {found} rows for a batch of {expected} samples")
+    return results
 
 
 def _failure(job: Job | None, error: BaseException) -> messages.Failure:
