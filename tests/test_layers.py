@@ -194,12 +194,13 @@ MAY_IMPORT_HEAVY = {
 MAY_PRINT = ("cli", "__main__", "_bootstrap")
 MAY_READ_ENVIRONMENT = {
     "config": "the one place that reads it",
+    "children": "hands it on to a child",
     "client.spawn": "hands it on to the daemon",
     "daemon.detached": "does not look through its starter's CUDA_VISIBLE_DEVICES",
     "daemon.prepared.preparing": "hands it on to the preparer",
     "daemon.device.uploading": "hands it on to the uploader",
     "ensemble.hosting": "hands it on to workers, with a number of threads",
-    "inspection": "says where the configuration file is, and hands it on to a child",
+    "inspection": "says where the configuration file is",
 }
 
 

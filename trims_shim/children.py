@@ -1,16 +1,54 @@
-"""The interpreters that we start: their search path, and the names that people see."""
+"""The interpreters that we start: their search path, the names that people see, and answers."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import sys
+from typing import Any
 
-from trims_shim.config import PACKAGE_DIRECTORY
+from trims_shim.config import PACKAGE_DIRECTORY, is_setting
 
-__all__ = ["be_called", "search_path"]
+__all__ = ["NoAnswer", "ask_child", "be_called", "search_path"]
 
 _PR_SET_NAME = 15
+_TIMEOUT_S = 20
+_PREPARE = "import json, sys; sys.path[:] = json.loads(sys.argv[1])\n"
+
+
+class NoAnswer(Exception):
+    """A child interpreter gave no answer."""
+
+
+def ask_child(code: str) -> Any:
+    """What ``code`` prints as JSON in an interpreter of its own, which leaves this process alone.
+
+    ``json`` and ``sys`` are imported. Raises NoAnswer.
+    """
+    import subprocess
+
+    # The child needs no settings, and those of this process may be unusable.
+    environment = {k: v for k, v in os.environ.items() if not is_setting(k)}
+    try:
+        answer = subprocess.run(
+            [sys.executable or "python3", "-I", "-c", _PREPARE + code, json.dumps(search_path())],
+            env=environment,
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_TIMEOUT_S,
+            check=True,
+        )
+        return json.loads(answer.stdout)
+    except subprocess.TimeoutExpired as error:
+        raise NoAnswer(f"no answer within {_TIMEOUT_S} s") from error
+    except subprocess.CalledProcessError as error:
+        last = error.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise NoAnswer(last or f"status {error.returncode}") from error
+    # For example, the interpreter is embedded, or no process can start.
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise NoAnswer(str(error)) from error
 
 
 def search_path() -> list[str]:

@@ -11,13 +11,11 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib.metadata
-import json
 import os
 import pkgutil
 import platform
 import resource
 import stat
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -26,7 +24,7 @@ from typing import Any
 from trims_shim import _activate, patches
 from trims_shim import config as configuration
 from trims_shim._version import __version__
-from trims_shim.children import search_path
+from trims_shim.children import NoAnswer, ask_child
 from trims_shim.client.cache import Cache, cache
 from trims_shim.config import Config
 from trims_shim.daemon.prepared import directory as prepared_directory
@@ -77,17 +75,12 @@ _COMMONLY_WRAPPED = (
     "safetensors.numpy:load_file",
 )
 _CHAIN_LIMIT = 20
-_PROBE_TIMEOUT_S = 20
 _PROBE = """\
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
 from trims_shim.memory.host import probe
 print(json.dumps([[each.kind.value, each.is_available, each.reason] for each in probe()]))
 """
 _DEVICE_PROBE = """\
-import json, sys
 from dataclasses import astuple
-sys.path[:] = json.loads(sys.argv[1])
 from trims_shim.errors import DriverFailure
 from trims_shim.memory import nvml
 from trims_shim.memory.driver import driver
@@ -411,8 +404,8 @@ def _origin(function: object) -> str:
 
 def _memory() -> tuple[MemoryKind, ...]:
     try:
-        return tuple(MemoryKind(*row) for row in _ask_child(_PROBE))
-    except _NoAnswer as error:
+        return tuple(MemoryKind(*row) for row in ask_child(_PROBE))
+    except NoAnswer as error:
         return (MemoryKind("unknown", False, f"not tried: {error}"),)
 
 
@@ -421,10 +414,10 @@ def _device(settings: Config) -> DeviceSupport:
     no_package = "" if _has_nvml_package() else "nvidia-ml-py is not installed"
     devices: tuple[DeviceFound, ...] = ()
     try:
-        problem, driver, rows = _ask_child(_DEVICE_PROBE)
+        problem, driver, rows = ask_child(_DEVICE_PROBE)
         devices = tuple(DeviceFound(*row) for row in rows)
         nvml = "" if driver else no_package or "it does not answer"
-    except _NoAnswer as error:
+    except NoAnswer as error:
         problem = f"not tried: {error}"
     problem = (
         _device_off(settings)
@@ -464,34 +457,6 @@ def _has_nvml_package() -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
-
-
-class _NoAnswer(Exception):
-    """A child interpreter gave no answer."""
-
-
-def _ask_child(code: str) -> Any:
-    # The child needs no settings, and those of this process may be unusable.
-    environment = {k: v for k, v in os.environ.items() if not configuration.is_setting(k)}
-    try:
-        answer = subprocess.run(
-            [sys.executable or "python3", "-I", "-c", code, json.dumps(search_path())],
-            env=environment,
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_PROBE_TIMEOUT_S,
-            check=True,
-        )
-        return json.loads(answer.stdout)
-    except subprocess.TimeoutExpired as error:
-        raise _NoAnswer(f"no answer within {_PROBE_TIMEOUT_S} s") from error
-    except subprocess.CalledProcessError as error:
-        last = error.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise _NoAnswer(last or f"status {error.returncode}") from error
-    # For example, the interpreter is embedded, or no process can start.
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise _NoAnswer(str(error)) from error
 
 
 def _prepared(settings: Config) -> PreparedSupport:

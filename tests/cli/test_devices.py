@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from trims_shim import api, inspection
+from trims_shim.children import NoAnswer
 from trims_shim.cli import devices, images, info, status, top
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
@@ -409,7 +410,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DeviceSupport]:
                 raise answer
             return answer
 
-        monkeypatch.setattr(inspection, "_ask_child", ask)
+        monkeypatch.setattr(inspection, "ask_child", ask)
         monkeypatch.setattr(inspection, "_has_nvml_package", lambda: True)
         return inspection._device(config.load({}, **settings))
 
@@ -432,7 +433,7 @@ def test_why_device_memory_is_not_shared(machine: Callable[..., DeviceSupport]) 
         (["", "580.82", [old]], {}, "TRIMS_DEVICE_BACKEND=ipc"),
         (["", "580.82", [ROW]], {"device": "0"}, "TRIMS_DEVICE=0 (argument)"),
         (["", "580.82", [ROW]], {"device_backend": "off"}, "TRIMS_DEVICE_BACKEND=off (argument)"),
-        (inspection._NoAnswer("killed"), {}, "not tried: killed"),
+        (NoAnswer("killed"), {}, "not tried: killed"),
     ):
         found = machine(answer, **settings)
         assert not found.is_available
@@ -445,24 +446,12 @@ def test_devices_are_not_shared_without_nvmls_package(monkeypatch: pytest.Monkey
     from trims_shim import config
 
     monkeypatch.setattr(inspection, "_has_nvml_package", lambda: False)
-    monkeypatch.setattr(inspection, "_ask_child", lambda code: ["", "", [ROW]])
+    monkeypatch.setattr(inspection, "ask_child", lambda code: ["", "", [ROW]])
     found = inspection._device(config.load({}))
     assert not found.is_available
     assert found.nvml == "nvidia-ml-py is not installed"
     assert found.problem.startswith(found.nvml)
     assert "pip install" in found.problem
-
-
-def test_a_child_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(inspection._NoAnswer, match="ValueError: broken"):
-        inspection._ask_child("raise ValueError('broken')")
-    with pytest.raises(inspection._NoAnswer, match="status 7"):
-        inspection._ask_child("import sys; sys.exit(7)")
-    with pytest.raises(inspection._NoAnswer):
-        inspection._ask_child("print('no json')")
-    monkeypatch.setattr(inspection, "_PROBE_TIMEOUT_S", 0.2)
-    with pytest.raises(inspection._NoAnswer, match=r"^no answer within 0.2 s$"):
-        inspection._ask_child("import time; time.sleep(60)")
 
 
 def test_info_on_this_machine_leaves_the_driver_alone(trims: Trims) -> None:

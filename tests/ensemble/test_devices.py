@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from trims_shim.children import NoAnswer
 from trims_shim.ensemble import Device, devices, find_devices
 from trims_shim.ensemble.devices import cores_of
+from trims_shim.errors import EnsembleError
+from trims_shim.memory.driver import Driver
 
 
 @pytest.fixture
@@ -57,14 +61,36 @@ def test_unknown_names(name: str) -> None:
 
 
 def test_the_memory_of_gpus_is_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = [SimpleNamespace(id="a", total_bytes=100), SimpleNamespace(id="b", total_bytes=200)]
-    monkeypatch.setattr(devices, "driver", lambda: SimpleNamespace(devices=lambda: there))
-    monkeypatch.setattr(devices.nvml, "free_bytes", {"a": 30}.get)
+    monkeypatch.setattr(devices, "ask_child", lambda code: [[100, 30], [200, None]])
     first, second = Device("cuda:0", 30), Device("cuda:1", 200)
     assert find_devices(["cuda", "cuda:1"]) == [first, second]
     *found, processor = find_devices()
     assert found == [first, second]
     assert processor.is_reserve
+
+
+def test_another_process_asks_the_driver(
+    monkeypatch: pytest.MonkeyPatch, make_emulated_environment: Callable[..., dict[str, str]]
+) -> None:
+    variables = make_emulated_environment(devices=2, memory_bytes=1 << 30)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(Driver, "__init__", lambda driver: pytest.fail("this process asked"))
+    first, second, _ = find_devices()
+    assert (first.name, second.name) == ("cuda:0", "cuda:1")
+    assert 0 < first.memory_bytes <= 1 << 30
+    assert find_devices(["cuda:1", "cpu"])[0] == second
+
+
+def test_where_it_cannot_be_known_which_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(code: str) -> Any:
+        raise NoAnswer("no answer within 20 s")
+
+    monkeypatch.setattr(devices, "ask_child", ask)
+    with pytest.raises(EnsembleError, match="which GPUs there are: no answer within 20 s"):
+        find_devices()
+    (processor,) = find_devices(["cpu"])
+    assert processor.name == "cpu"
 
 
 def test_gpus_that_are_not_there() -> None:

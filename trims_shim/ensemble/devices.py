@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
+from trims_shim.children import NoAnswer, ask_child
 from trims_shim.ensemble.allocation import Device
-from trims_shim.errors import DriverFailure
-from trims_shim.memory import nvml
-from trims_shim.memory.driver import driver
+from trims_shim.errors import EnsembleError
 from trims_shim.memory.limits import available_bytes
 
 __all__ = ["cores_of", "find_devices"]
+
+_PROBE = """\
+from trims_shim.errors import DriverFailure
+from trims_shim.memory import nvml
+from trims_shim.memory.driver import driver
+try:
+    found = driver().devices()
+except DriverFailure:
+    found = ()
+print(json.dumps([[each.total_bytes, nvml.free_bytes(each.id)] for each in found]))
+"""
 
 
 def find_devices(names: Sequence[str | Device] | None = None) -> list[Device]:
@@ -19,25 +30,25 @@ def find_devices(names: Sequence[str | Device] | None = None) -> list[Device]:
 
     Without names, the GPUs that this process may use, and the processor, which is kept in reserve
     beside GPUs. Memory is what is free now. Raises ValueError for another name, or a core or GPU
-    that is not there.
+    that is not there, EnsembleError if it cannot be known which GPUs there are.
     """
     memory_bytes = available_bytes()
+    gpus = cache(_gpus)  # asked once, if at all
     if names is None:
-        gpus = [_gpu(index) for index in range(_gpus())]
-        return [*gpus, Device("cpu", memory_bytes, is_reserve=bool(gpus))]
-    return [_named(each, memory_bytes) if isinstance(each, str) else each for each in names]
+        return [*gpus(), Device("cpu", memory_bytes, is_reserve=bool(gpus()))]
+    return [_named(each, memory_bytes, gpus) if isinstance(each, str) else each for each in names]
 
 
-def _named(name: str, memory_bytes: int) -> Device:
+def _named(name: str, memory_bytes: int, gpus: Callable[[], list[Device]]) -> Device:
     kind, _, index = name.partition(":")
     if kind == "cpu":
         cores_of(name)
         return Device(name, memory_bytes)
     if kind != "cuda" or not (index or "0").isdecimal():
         raise ValueError(f"{name!r} is no device; there are cpu, cpu:0-3 (cores) and cuda:0")
-    if (number := int(index or "0")) >= _gpus():
-        raise ValueError(f"there is no GPU {name!r}: this process may use {_gpus()}")
-    return _gpu(number)
+    if (number := int(index or "0")) >= len(gpus()):
+        raise ValueError(f"there is no GPU {name!r}: this process may use {len(gpus())}")
+    return gpus()[number]
 
 
 def cores_of(name: str) -> set[int]:
@@ -67,14 +78,13 @@ def _span(text: str) -> range:
     return found
 
 
-def _gpus() -> int:
+def _gpus() -> list[Device]:
+    """In CUDA's order. Children forked after a process has asked the driver cannot use CUDA."""
     try:
-        return len(driver().devices())
-    except DriverFailure:
-        return 0
-
-
-def _gpu(index: int) -> Device:
-    info = driver().devices()[index]
-    free_bytes = nvml.free_bytes(info.id)
-    return Device(f"cuda:{index}", info.total_bytes if free_bytes is None else free_bytes)
+        found = ask_child(_PROBE)
+    except NoAnswer as error:
+        raise EnsembleError(f"no process says which GPUs there are: {error}; name none") from error
+    return [
+        Device(f"cuda:{index}", total_bytes if free_bytes is None else free_bytes)
+        for index, (total_bytes, free_bytes) in enumerate(found)
+    ]
