@@ -76,6 +76,16 @@ def test_it_is_downloaded_once(web: WebServer, home: Path) -> None:
     assert events["fetched:there"] >= 1
 
 
+def test_a_url_that_is_signed_anew_is_the_same_model(web: WebServer) -> None:
+    url = web.put("vit.pt", CONTENT) + "?X-Amz-Signature="
+    path = trims_shim.fetch(url + "one")
+    assert trims_shim.fetch(url + "other") == path
+    assert web.asked["body"] == 1
+    web.files["vit.pt"].status = 403
+    with pytest.raises(PermissionError):
+        trims_shim.fetch(url + "expired")
+
+
 def test_large_files_come_in_parts(web: WebServer, small_parts: None) -> None:
     url = web.put("vit.pt", CONTENT)
     assert read(trims_shim.fetch(url)) == CONTENT

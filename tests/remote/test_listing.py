@@ -106,6 +106,27 @@ def test_urls_and_paths() -> None:
         key_of("models/x.pt")
 
 
+@pytest.mark.parametrize(
+    "signed",
+    [
+        "X-Amz-Algorithm=A&X-Amz-Credential={0}&X-Amz-Date={0}&X-Amz-Expires=9&X-Amz-Signature={0}",
+        "X-Goog-Date={0}&X-Goog-SignedHeaders=host&X-Goog-Signature={0}",
+        "AWSAccessKeyId={0}&Signature={0}&Expires={0}",
+        "Policy={0}&Signature={0}&Key-Pair-Id={0}",
+        "sv=2024-11-04&se={0}&st={0}&sr=b&sp=r&skoid={0}&skt={0}&sig={0}",
+    ],
+)
+def test_however_it_is_signed_a_url_is_one_model(signed: str) -> None:
+    url = f"https://a/b.pt?versionId=1&{signed}"
+    assert key_of(url.format("one")) == key_of(url.format("other"))
+    for other in ("https://a/c.pt?versionId=1&", "https://a/b.pt?versionId=2&", "https://c/b.pt?"):
+        assert key_of(other + signed) != key_of(url)
+
+
+def test_what_is_not_signed_has_words_that_sign_nothing() -> None:
+    assert key_of("https://a/b.pt?policy=1&sv=1") != key_of("https://a/b.pt?policy=2&sv=1")
+
+
 def test_a_long_name_takes_no_more_memory() -> None:
     """Its folders would be 10 GB of names."""
     with pytest.raises(RemoteError) as raised:

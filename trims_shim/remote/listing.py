@@ -28,6 +28,13 @@ __all__ = [
 _FORM = re.compile(r"[a-z][a-z0-9+.-]*://.", re.ASCII | re.IGNORECASE | re.DOTALL)
 _WEB = re.compile(r"https?://", re.ASCII | re.IGNORECASE)
 _QUERY = re.compile(r"[?#].*", re.DOTALL)
+_SIGNATURE = re.compile(r"(x-(amz|goog)-)?signature=|sig=", re.ASCII | re.IGNORECASE)
+_SIGNED_BY = re.compile(
+    # S3 and Google Cloud Storage, by their versions 4 and 2; CloudFront; Azure's shared access.
+    r"(x-(amz|goog)-[^=]*|awsaccesskeyid|googleaccessid|expires|signature|key-pair-id|policy"
+    r"|s(v|s|rt|r|p|e|t|pr|ip|ig|dd|k(oid|tid|t|e|s|v)))=",
+    re.ASCII | re.IGNORECASE,
+)
 _USER = re.compile(r"://[^/]*@")
 _PASSWORD = re.compile(r"(://[^/@:]*):[^/@]*(?=@)")
 _KEY_DIGITS = 20
@@ -101,12 +108,22 @@ def is_web(url: str) -> bool:
 
 
 def key_of(url: str) -> str:
-    """The name of a URL among those of others. Raises ConfigError if it is no URL."""
+    """The name of a URL among those of others, however it is signed. Raises ConfigError if none."""
     if not is_url(url):
         raise ConfigError(f"{url!r} is no URL; write for example s3://bucket/model.safetensors")
     if is_web(url):
         _check_host(url)
+        url = _unsigned(url)
     return _digits(url)
+
+
+def _unsigned(url: str) -> str:
+    """Without what signs it, which is new each time. The server is asked with it all the same."""
+    place, mark, query = url.partition("?")
+    words = query.split("&")
+    if not any(map(_SIGNATURE.match, words)):
+        return url
+    return place + mark + "&".join(each for each in words if not _SIGNED_BY.match(each))
 
 
 def _check_host(url: str) -> None:
