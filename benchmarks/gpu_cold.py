@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.forking import Server, server
-from benchmarks.gpu_plan import EVERY_WAY, Clock, Run, estimate_s, rounds_within
+from benchmarks.gpu_plan import EVERY_WAY, Clock, Run, estimate_s, rounds_within, share_s
 from benchmarks.gpu_processes import MODULE, Shared, let_settle, shared
 from benchmarks.harness import Summary, WorkerFailed
 from benchmarks.plan import SERVED_FRACTION
@@ -30,8 +30,6 @@ from trims_shim.errors import TrimsError
 __all__ = ["judge", "measure_cold_starts"]
 
 Result = dict[str, Any]
-MODEL_SHARE = 0.4
-"""Largest share of the remaining time for one model, unless two rounds of it take longer."""
 _UPLOADER_ENDS_S = 2.0
 LARGE_BYTES = 100e6
 """From this size on the target is that a device hit is near the ideal."""
@@ -131,8 +129,6 @@ class Bench:
 
 def measure_cold_starts(run: Run) -> None:
     """Measure every model that fits in the time left, the most informative first."""
-    from benchmarks.gpu_models import weights_bytes
-
     host_bytes = "50%" if not run.plan.is_trial else "1G"
     device_id = run.device_id if run.plan.device == "cuda" else ""
     with (
@@ -143,18 +139,24 @@ def measure_cold_starts(run: Run) -> None:
     ):
         bench = Bench(run, plain, trims, bare, idle, {})
         sides = _learn_imports(bench, _available(run))
-        for name in run.plan.models:
-            size = weights_bytes(name)
+        for number, name in enumerate(run.plan.models):
+            size = _size(name)
             chosen = sides if _has_every_way(run, name) else _essential(sides)
-            if not run.clock.has(estimate_s(size, tuple(chosen), 2)):
+            if not run.clock.has(_least_s(name, chosen)):
                 chosen = _essential(chosen)
-            least_s = estimate_s(size, tuple(chosen), 2)
+            least_s = _least_s(name, chosen)
             if not run.clock.has(least_s):
                 run.left_out.append(f"cold start of {name}: no time left")
                 continue
-            clock = run.clock.part(max(least_s, MODEL_SHARE * run.clock.left_s()))
-            _measure_model(bench, name, size, chosen, clock)
+            later = run.plan.models[number + 1 :]
+            of_later_s = sum(_least_s(each, _essential(sides)) for each in later)
+            part_s = share_s(run.clock.left_s(), least_s, of_later_s=of_later_s)
+            _measure_model(bench, name, size, chosen, run.clock.part(part_s))
             run.save()
+
+
+def _least_s(name: str, sides: dict[str, Side]) -> float:
+    return estimate_s(_size(name), tuple(sides), 2)
 
 
 def _has_every_way(run: Run, name: str) -> bool:
@@ -223,20 +225,23 @@ def _make_files(bench: Bench, name: str) -> None:
 def _measure_model(
     bench: Bench, name: str, size_bytes: int, sides: dict[str, Side], clock: Clock
 ) -> None:
+    run = bench.run
     _make_files(bench, name)
     samplers = {title: bench.sampler(name, side) for title, side in sides.items()}
+
+    def keep(results: dict[str, list[Result]]) -> None:
+        found = {"size_bytes": size_bytes, "sides": results}
+        run.findings.samples[f"cold start {name}"] = found
+        run.save()
+
     try:
-        results = rounds_within(samplers, bench.run.plan.rounds, clock)
-        if name == bench.run.plan.models[0]:
+        results = rounds_within(samplers, run.plan.rounds, clock, keep=keep)
+        if name == run.plan.models[0]:
             _measure_from_disk(bench, name, size_bytes)
     except WorkerFailed as error:
-        bench.run.findings.faults.append(f"cold start of {name}: {error}")
+        run.findings.faults.append(f"cold start of {name}: {error}")
     else:
-        bench.run.findings.samples[f"cold start {name}"] = {
-            "size_bytes": size_bytes,
-            "sides": results,
-        }
-        judge(bench.run, name, size_bytes, results)
+        judge(run, name, size_bytes, results)
     finally:
         for file_format in ("pt", "safetensors"):
             path = bench.files.pop((name, file_format))

@@ -27,6 +27,7 @@ __all__ = [
     "estimate_s",
     "make_directory",
     "rounds_within",
+    "share_s",
 ]
 
 Result = dict[str, Any]
@@ -51,6 +52,8 @@ _SLOW_BYTES_PER_S: Mapping[str, float] = {
     "trims mmap + .to, device hit": 100e9,
 }
 _SAMPLE_S = 1.0
+_SHARE = 0.4
+"""Of the time that is left: one model may take it, whatever the others need."""
 _WRITE_BYTES_PER_S = 0.8e9
 
 
@@ -154,12 +157,25 @@ def estimate_s(size_bytes: int, sides: tuple[str, ...], rounds: int) -> float:
     return 2 * size_bytes / _WRITE_BYTES_PER_S + rounds * loads
 
 
+def share_s(left_s: float, least_s: float, *, of_later_s: float) -> float:
+    """How long a model may take that needs ``least_s``, as those after it need ``of_later_s``.
+
+    Where not all fit, the first ones get more rounds, rather than all of them few.
+    """
+    return max(least_s, _SHARE * left_s, left_s - of_later_s)
+
+
 def rounds_within(
-    sides: Mapping[str, Callable[[], Result]], rounds: int, clock: Clock
+    sides: Mapping[str, Callable[[], Result]],
+    rounds: int,
+    clock: Clock,
+    *,
+    keep: Callable[[dict[str, list[Result]]], None] = lambda results: None,
 ) -> dict[str, list[Result]]:
     """As :func:`harness.alternate`, but without a round that would outlast the clock.
 
-    The first round always runs: the caller has checked that it fits.
+    The first round always runs: the caller has checked that it fits. ``keep`` gets what there is
+    after each: the run may be cut off.
     """
     results: dict[str, list[Result]] = {name: [] for name in sides}
     longest_s = 0.0
@@ -170,6 +186,7 @@ def rounds_within(
         for name in list(sides) if number % 2 == 0 else list(sides)[::-1]:
             results[name].append(sides[name]())
         longest_s = max(longest_s, before - clock.left_s())
+        keep(results)
     return results
 
 

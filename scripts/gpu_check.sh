@@ -10,14 +10,20 @@
 #   --budget-s N   seconds for everything (540)
 #   --dry-run      the same steps on an emulated device with small sizes: checks this script, and
 #                  measures nothing
-# Every step has a time limit, and its results are in the output as soon as it ends, so that a run
-# that is cut off leaves results. Ends with status 1 if a step failed, 2 if it cannot begin.
+# Every step has a time limit, and its results are in the output as soon as it ends. A run that is
+# killed leaves what it had in a hidden folder of the output. Ends with status 1 if a step failed, 2
+# if it cannot begin.
+# Where benchmarks follow, tests are cut off after 220 s; all of them take some six minutes. So a
+# quarter of an hour is best used by two runs, the second at once and with the seconds that are left:
+#   scripts/gpu_check.sh --wheels W --output A --steps native,tests --budget-s 420
+#   scripts/gpu_check.sh --wheels W --output B --steps native,benchmarks --budget-s 360
+#                        -- --only cold --models decoder-7b gpt2 bert-base vit-b16
 set -uo pipefail
 root="$(cd "$(dirname "$0")/.." && pwd)"
 wheels="" output="" dry_run="" budget_s=540 steps="environment,native,tests,onnxruntime,benchmarks"
 
 usage() {
-    sed -n '2,14p' "$root/scripts/gpu_check.sh" | cut -c3- >&2
+    sed -n '2,21p' "$root/scripts/gpu_check.sh" | cut -c3- >&2
     exit 2
 }
 
@@ -52,15 +58,21 @@ if [ -z "$output" ]; then
 fi
 mkdir -p "$output" && output="$(cd "$output" && pwd)" || fail "$output cannot be written"
 
-work="$(mktemp -d /tmp/gpu-check-XXXXXX)"
-emulated=""
-trap 'rm -rf "$work" ${emulated:+"$emulated"}' EXIT
+work="$(mktemp -d "$output/.gpu-check-XXXXXX")"
+environment="$(mktemp -d /tmp/gpu-check-XXXXXX)"
+emulated="" running=""
 machine_python="${PYTHON:-python3}"
-python="$work/venv/bin/python"
+python="$environment/bin/python"
 name="gpu" && [ -z "$dry_run" ] || name="gpu-dry-run"
 export PYTHONPATH="$root" PYTHONUNBUFFERED=1
 export GPU_CHECK_RECORD="$work/experiments.jsonl" GPU_CHECK_TESTS="$work/tests.jsonl"
 failed=0
+
+finish() {
+    [ -z "$running" ] || note "$running" 0 143
+    rm -rf "$work" "$environment" ${emulated:+"$emulated"}
+}
+trap finish EXIT
 
 left_s() { echo $((budget_s - SECONDS)); }
 
@@ -79,8 +91,10 @@ run() {
     echo "== $step (at most $limit_s s, $(left_s) s left)"
     # SIGINT first, so that the command writes its results so far. No pipe: a process that is left
     # behind with an end of the pipe would block the script.
+    running="$step"
     timeout --signal=INT --kill-after=10 "$limit_s" "$@" > >(tee "$work/$step.log") 2>&1
     status=$?
+    running=""
     sleep 0.2
     note "$step" $((SECONDS - began)) "$status"
     return "$status"
@@ -96,7 +110,7 @@ note() {
 # Make an interpreter that sees the wheels and, after them, the machine's packages (its torch). The
 # path file works even if the machine's python is itself a virtual environment.
 make_environment() {
-    "$machine_python" -m venv --without-pip "$work/venv" || make_by_hand || return 1
+    "$machine_python" -m venv --without-pip "$environment" || make_by_hand || return 1
     local site
     site="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || return 1
     "$machine_python" - >"$site/machine.pth" <<'EOF' || return 1
@@ -119,7 +133,7 @@ EOF
 
 # Do the work of the module venv, for an interpreter without it.
 make_by_hand() {
-    "$machine_python" - "$work/venv" <<'EOF'
+    "$machine_python" - "$environment" <<'EOF'
 import os, pathlib, sys
 base = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 root = pathlib.Path(sys.argv[1])

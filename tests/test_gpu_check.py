@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,7 +25,16 @@ from gpu import onnx_file  # noqa: E402
 
 from benchmarks import gpu_cold  # noqa: E402
 from benchmarks.forking import Server, server  # noqa: E402
-from benchmarks.gpu_plan import FULL, TRIAL, Clock, Plan, Run, estimate_s, rounds_within  # noqa: E402
+from benchmarks.gpu_plan import (  # noqa: E402
+    FULL,
+    TRIAL,
+    Clock,
+    Plan,
+    Run,
+    estimate_s,
+    rounds_within,
+    share_s,
+)
 from benchmarks.gpu_processes import stable_free_bytes  # noqa: E402
 from benchmarks.harness import WorkerFailed  # noqa: E402
 
@@ -81,6 +91,25 @@ def test_without_a_gpu_it_says_how_to_try_it(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert "--dry-run" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_is_cut_off_has_a_report(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TRIMS_")}
+    with subprocess.Popen(
+        [str(SCRIPT), "--dry-run", "--output", str(tmp_path), "--steps", "tests"],
+        env=environment | {"PYTHON": sys.executable},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        assert running.stdout is not None
+        is_under_way = any("SKIPPED" in line for line in running.stdout)
+        os.killpg(running.pid, signal.SIGTERM)
+    assert is_under_way
+    (report,) = tmp_path.iterdir()
+    found = json.loads(report.read_text())
+    assert [step["status"] for step in found["steps"]] == [0, 143]
+    assert found["tests"][0]["outcome"] == "skipped"
 
 
 @pytest.mark.slow
@@ -342,6 +371,22 @@ def test_no_round_is_begun_that_would_outlast_the_clock(budget_s: float, rounds:
     made = {"a": time.takes(1), "b": time.takes(2)}
     results = rounds_within(made, 5, Clock(budget_s, time))
     assert len(results["a"]) == len(results["b"]) == rounds
+
+
+def test_what_there_is_is_kept_after_each_round() -> None:
+    time, kept = FakeTime(), []
+    rounds_within(
+        {"a": time.takes(1)}, 3, Clock(100, time), keep=lambda r: kept.append(len(r["a"]))
+    )
+    assert kept == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("of_later_s", "part_s"), [(0, 100), (30, 70), (70, 40), (1000, 40), (1000, 55)]
+)
+def test_a_model_takes_what_later_ones_leave_or_a_share(of_later_s: float, part_s: float) -> None:
+    least_s = 55 if part_s == 55 else 20
+    assert share_s(100, least_s, of_later_s=of_later_s) == part_s
 
 
 def test_rounds_alternate() -> None:
