@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import os
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +25,7 @@ from benchmarks.gpu_memory import measure_maps, measure_processes, measure_uploa
 from benchmarks.gpu_plan import FULL, TRIAL, Clock, Plan, Run, make_directory
 from benchmarks.gpu_processes import MODULE
 from benchmarks.harness import ROOT, describe_machine, run_once, write_json
-from benchmarks.report import plot, table, verdicts
+from benchmarks.report import plot, show, verdicts
 
 __all__ = ["main"]
 
@@ -143,24 +142,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _measure(run, options)
     finally:
         shutil.rmtree(run.directory, ignore_errors=True)
-    _show(run, options)
+    title = "trims on the device tier" + (" (TRIAL, no measurement)" if plan.is_trial else "")
+    show(run.findings, title, options.output / f"{options.name}.json", run.left_out)
     _plot(run, machine, options)
     return 1 if run.findings.faults else 0
-
-
-def _show(run: Run, options: argparse.Namespace) -> None:
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else 190)
-    title = "trims on the device tier" + (" (TRIAL, no measurement)" if run.plan.is_trial else "")
-    console.print(table(run.findings.rows, title))
-    counts = verdicts(run.findings.rows)
-    console.print(", ".join(f"{count} targets {name}" for name, count in counts.items()))
-    for reason in run.left_out:
-        console.print(f"left out: {reason}")
-    for fault in dict.fromkeys(run.findings.faults):
-        console.print(f"[red]not valid:[/] {fault}")
-    console.print(f"written: {options.output / options.name}.json")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.models import Bert, Gpt2, ResNet
+from benchmarks.models import Bert, Gpt2, ResNet, vgg16_features
 
 __all__ = ["SUBJECTS", "Subject", "checkpoint", "empty_model", "weights_bytes"]
 
@@ -112,14 +112,7 @@ def _alexnet(side: int) -> nn.Module:
 
 def _vgg16(side: int) -> nn.Module:
     """VGG-16 over images of ``side`` pixels: 224 is the original."""
-    layers: list[nn.Module] = []
-    inputs = 3
-    for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
-        for _ in range(depth):
-            layers += [nn.Conv2d(inputs, width, 3, padding=1), nn.ReLU()]
-            inputs = width
-        layers.append(nn.MaxPool2d(2))
-    return nn.Sequential(*layers, *_classifier(512 * (side // 32) ** 2))
+    return nn.Sequential(*vgg16_features(), *_classifier(512 * (side // 32) ** 2))
 
 
 class VitBlock(nn.Module):

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +26,7 @@ from benchmarks.harness import ROOT, describe_machine, write_json
 from benchmarks.host_costs import measure_import, measure_opens, measure_sharing
 from benchmarks.host_loads import measure_loads, measure_misses, measure_pretrained
 from benchmarks.plan import FULL, SMOKE, Findings, Plan
-from benchmarks.report import plot, table, verdicts
+from benchmarks.report import plot, show, verdicts
 
 __all__ = ["main"]
 
@@ -93,24 +92,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     options = _arguments(arguments)
     plan, findings, machine = _plan(options), Findings(), describe_machine()
-    console = Console(width=None if sys.stdout.isatty() else 190)
     # As for Ctrl-C: children end with their blocks, and the findings so far are written.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for name in options.only:
-            with console.status(f"measuring {name}"):
+            with Console().status(f"measuring {name}"):
                 _SECTIONS[name](plan, findings)
     except KeyboardInterrupt:
         findings.faults.append("interrupted: what follows was not measured")
     _write(plan, machine, findings, options.output)
     title = f"trims on the host tier, medians of {plan.rounds} alternating rounds"
-    console.print(table(findings.rows, title))
-    counts = verdicts(findings.rows)
-    console.print(", ".join(f"{count} targets {name}" for name, count in counts.items()))
-    for fault in dict.fromkeys(findings.faults):
-        console.print(f"[red]not valid:[/] {fault}")
-    console.print(f"written: {options.output / 'host.json'}")
-    return 1 if findings.faults or (options.check and counts["missed"]) else 0
+    show(findings, title, options.output / "host.json")
+    is_missed = options.check and verdicts(findings.rows)["missed"]
+    return 1 if findings.faults or is_missed else 0
 
 
 if __name__ == "__main__":

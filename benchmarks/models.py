@@ -251,8 +251,8 @@ def _mobilenet() -> nn.Module:
     return nn.Sequential(*layers, *head)
 
 
-def _vgg16() -> nn.Module:
-    """VGG-16 with torchvision's parameter names."""
+def vgg16_features() -> list[nn.Module]:
+    """The layers of VGG-16 before its classifier."""
     layers: list[nn.Module] = []
     inputs = 3
     for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
@@ -260,8 +260,13 @@ def _vgg16() -> nn.Module:
             layers += [nn.Conv2d(inputs, width, 3, padding=1), nn.ReLU()]
             inputs = width
         layers.append(nn.MaxPool2d(2))
+    return layers
+
+
+def _vgg16() -> nn.Module:
+    """VGG-16 with torchvision's parameter names."""
     model = nn.Sequential()
-    model.features = nn.Sequential(*layers)
+    model.features = nn.Sequential(*vgg16_features())
     model.avgpool = nn.Sequential(nn.AdaptiveAvgPool2d(7), nn.Flatten())
     hidden = [nn.Linear(512 * 7 * 7, 4096), nn.ReLU(), nn.Dropout()]
     hidden += [nn.Linear(4096, 4096), nn.ReLU(), nn.Dropout()]

@@ -27,7 +27,7 @@ from benchmarks.harness import ROOT, describe_machine, write_json
 from benchmarks.ort_memory import measure_processes
 from benchmarks.ort_plan import FULL, SMOKE, Plan, Run, find_model
 from benchmarks.ort_sessions import measure_first_sessions, measure_sessions
-from benchmarks.report import plot, table, verdicts
+from benchmarks.report import plot, show, verdicts
 
 __all__ = ["main"]
 
@@ -112,18 +112,7 @@ def _describe() -> dict[str, Any]:
     return machine | {"onnxruntime_build": onnxruntime.get_build_info()}
 
 
-def _show(run: Run, machine: dict[str, Any], options: argparse.Namespace) -> None:
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else 190)
-    title = f"trims with onnxruntime, medians of {run.plan.rounds} alternating rounds"
-    console.print(table(run.findings.rows, title))
-    counts = verdicts(run.findings.rows)
-    console.print(", ".join(f"{count} targets {name}" for name, count in counts.items()))
-    for reason in run.left_out:
-        console.print(f"left out: {reason}")
-    for fault in dict.fromkeys(run.findings.faults):
-        console.print(f"[red]not valid:[/] {fault}")
+def _plot(run: Run, machine: dict[str, Any], options: argparse.Namespace) -> None:
     if run.findings.curves:
         subtitle = (
             f"{machine['processor']}, {machine['processors']} processors, onnxruntime "
@@ -131,7 +120,6 @@ def _show(run: Run, machine: dict[str, Any], options: argparse.Namespace) -> Non
             "fresh processes"
         )
         plot(run.findings.curves, options.output / "ort.png", subtitle=subtitle)
-    console.print(f"written: {options.output / 'ort.json'}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -142,7 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.save = lambda: _write(run, machine, options.output)
     _measure(run, options.only, options.budget_s)
     run.save()
-    _show(run, machine, options)
+    _plot(run, machine, options)
+    title = f"trims with onnxruntime, medians of {run.plan.rounds} alternating rounds"
+    show(run.findings, title, options.output / "ort.json", run.left_out)
     is_missed = options.check and verdicts(run.findings.rows)["missed"]
     return 1 if run.findings.faults or is_missed else 0
 

@@ -6,6 +6,7 @@ written by hand.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,9 @@ from benchmarks.harness import Summary, pair_ratios
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Curve", "Row", "Target", "compared", "plot", "table", "verdicts"]
+    from benchmarks.plan import Findings
+
+__all__ = ["Curve", "Row", "Target", "compared", "plot", "show", "table", "verdicts"]
 
 MEGA = 1e6
 # Okabe and Ito, "Color Universal Design" (2008): distinct for every common colour vision.
@@ -130,6 +133,21 @@ def verdicts(rows: Iterable[Row]) -> dict[str, int]:
         "missed": judged.count(False),
         "not measured": judged.count(None),
     }
+
+
+def show(findings: Findings, title: str, written: Path, left_out: Iterable[str] = ()) -> None:
+    """Print what was found, what was not, and the file that has it all."""
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 190)
+    console.print(table(findings.rows, title))
+    counts = verdicts(findings.rows)
+    console.print(", ".join(f"{count} targets {name}" for name, count in counts.items()))
+    for reason in left_out:
+        console.print(f"left out: {reason}")
+    for fault in dict.fromkeys(findings.faults):
+        console.print(f"[red]not valid:[/] {fault}")
+    console.print(f"written: {written}")
 
 
 def _quantity(summary: Summary | None, row: Row) -> str:
