@@ -189,7 +189,7 @@ MAY_IMPORT_HEAVY = {
     "daemon.prepared.key": {"blake3"},
     "ensemble.search": {"random"},  # a generator of a fixed seed
     "memory.copying": {"blake3"},
-    "planner.programme": {"highspy", "os"},  # os: what to forget at a fork
+    "planner.programme": {"highspy", "os", "threading"},  # forks, Ctrl-C
 }
 MAY_PRINT = ("cli", "__main__", "_bootstrap")
 MAY_READ_ENVIRONMENT = {

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from random import Random
+
 from hypothesis import strategies as st
 
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.planner import Option, Problem
+from trims_shim.planner.programme import Programme
 
-__all__ = ["option", "problems"]
+__all__ = ["option", "problems", "solve_for_minutes"]
 
 
 def option(
@@ -35,3 +38,12 @@ def problems(draw: st.DrawFn) -> Problem:
         if any(each.family == family for each in options)
     }
     return Problem(devices, options, demand_qps)
+
+
+def solve_for_minutes() -> None:
+    """A programme that is not solved within the minute that it is given."""
+    randoms, hard = Random(1), Programme()
+    goal = {hard.variable(upper=1, is_integer=True): randoms.uniform(1, 1000) for _ in range(400)}
+    for _ in range(60):
+        hard.row({each: randoms.uniform(1, 1000) for each in goal}, upper=80_000)
+    hard.maximise(goal, gap=0, time_limit_s=60)

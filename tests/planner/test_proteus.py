@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.planner.making import option, problems
+from tests.planner.making import option, problems, solve_for_minutes
 from trims_shim.errors import PlanningError
 from trims_shim.planner import Placement, Problem, plan_proteus, programme
 
@@ -142,20 +142,31 @@ def test_the_solver_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_ctrl_c_does_not_wait_for_the_solver() -> None:
     """Whether it comes before the solver starts, or while it runs."""
-    randoms = Random(1)
-    hard = programme.Programme()
-    goal = {hard.variable(upper=1, is_integer=True): randoms.uniform(1, 1000) for _ in range(400)}
-    for _ in range(60):
-        hard.row({each: randoms.uniform(1, 1000) for each in goal}, upper=80_000)
     began_s = time.monotonic()
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
         with pytest.raises(KeyboardInterrupt):
-            hard.maximise(goal, gap=0, time_limit_s=60)
+            solve_for_minutes()
     finally:
         signal.signal(signal.SIGALRM, before)
     assert time.monotonic() - began_s < 30
+
+
+def test_a_program_ends_while_a_thread_of_it_plans() -> None:
+    program = (
+        "import threading, time\n"
+        "from tests.planner.making import solve_for_minutes\n"
+        "import highspy\n"
+        "began_s = time.process_time()\n"
+        "threading.Thread(target=solve_for_minutes, daemon=True).start()\n"
+        "while time.process_time() < began_s + 0.5:\n"
+        "    time.sleep(0.01)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], timeout=30, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_child_can_plan_after_its_parent_has() -> None:

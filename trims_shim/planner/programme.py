@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -19,6 +19,8 @@ from trims_shim.errors import PlanningError
 __all__ = ["OutOfTime", "Programme", "Solution"]
 
 
+_LOOK_S = 0.1
+"""Between looks at whether the program ends."""
 _ROUNDING = 1e-5
 """Ten times HiGHS' tolerance, which is absolute."""
 
@@ -130,15 +132,23 @@ class Programme:
 
 
 def _solve(solver: Any) -> None:
-    """In a thread of its own, so that Ctrl-C ends it, and does not wait until the time is up."""
+    """Ends with Ctrl-C, and with the program, which otherwise aborts while threads of HiGHS run."""
     solver.HandleUserInterrupt = True
-    with ThreadPoolExecutor(1) as pool:
-        solved = pool.submit(solver.run)
+    has_ended = threading.Event()
+
+    def run() -> None:
         try:
-            solved.result()
-        except BaseException:
-            solver.cancelSolve()
-            raise
+            solver.run()
+        finally:
+            has_ended.set()
+
+    threading.Thread(target=run, name="trims-planner", daemon=False).start()
+    try:
+        while not has_ended.wait(_LOOK_S) and threading.main_thread().is_alive():
+            pass
+    finally:
+        solver.cancelSolve()
+        has_ended.wait()
 
 
 def _is_solved(highspy: Any, info: Any) -> bool:
