@@ -21,7 +21,9 @@ from trims_shim.ensemble import (
     measuring,
     optimise,
 )
+from trims_shim.ensemble.footprint import memory_used
 from trims_shim.ensemble.measuring import _footprint
+from trims_shim.ensemble.messages import Memory
 from trims_shim.errors import MemberFailed
 
 MB = 1 << 20
@@ -56,6 +58,20 @@ def test_members_are_measured_once_for_each_kind_of_device() -> None:
     assert 3 * MB < footprints[1].sample_bytes < 8 * MB
     assert footprints[0].sample_bytes < MB
     assert optimise(problem, tries=200).is_complete
+
+
+def test_on_a_gpu_too_the_peak_is_since_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved, peaks = 10 * MB, [70 * MB]
+    answers = {
+        "mem_get_info": lambda device: (900 * MB, 1000 * MB),
+        "memory_reserved": lambda device: reserved,
+        "max_memory_reserved": lambda device: peaks[-1],
+        "reset_peak_memory_stats": lambda device: peaks.append(reserved),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    assert memory_used("cuda:0", buffers_bytes=0) == Memory(0, 100 * MB, 160 * MB)
+    assert memory_used("cuda:0", buffers_bytes=0) == Memory(0, 100 * MB, 100 * MB)
 
 
 @pytest.mark.parametrize(

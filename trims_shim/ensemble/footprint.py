@@ -26,6 +26,7 @@ def memory_used(device: str, *, buffers_bytes: int) -> Memory:
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device)
         peak = torch.cuda.max_memory_reserved(device)
+        torch.cuda.reset_peak_memory_stats(device)
         used = total_bytes - free_bytes
         return Memory(0, used, used - reserved + peak)
     with open(_STATUS, encoding="ascii", errors="replace") as file:
