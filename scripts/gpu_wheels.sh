@@ -11,7 +11,11 @@ fi
 directory="$1"
 shift
 packages=("$@")
-[ ${#packages[@]} -gt 0 ] || packages=(pyzmq msgpack blake3 fastsafetensors)
+[ ${#packages[@]} -gt 0 ] || packages=(
+    pyzmq msgpack blake3 nvidia-ml-py fastsafetensors
+    pytest pytest-timeout hypothesis pluggy iniconfig packaging pygments sortedcontainers
+    rich markdown-it-py mdurl
+)
 # pip takes wheels of exactly the platforms named.
 platforms=()
 for version in 2_34 2_31 2_28 2_27 2_26 2_24 2_17 2_12 2_5; do
