@@ -119,6 +119,14 @@ def test_no_content_breaks_the_reader(tmp_path_factory: Any, content: bytes) -> 
 # --- the store ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("letter", ["a", "\u5206", "\U0002070e"])
+def test_profiles_of_long_names_are_kept(store: ProfileStore, letter: str) -> None:
+    assert store.save(300 * letter, None, SAVED)
+    assert letter in os.path.basename(store.path(300 * letter))
+    assert store.load(300 * letter) is not None
+    assert store.load(299 * letter) is None
+
+
 def test_profiles_are_kept_by_name_and_key(store: ProfileStore) -> None:
     assert store.load("classify") is None
     assert store.save("classify", None, SAVED)

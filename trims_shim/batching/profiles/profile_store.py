@@ -117,8 +117,9 @@ class ProfileStore:
     def path(self, name: str, key: Hashable = None) -> str:
         """Where the profile of this batcher and key is, or would be."""
         text = "\n".join((name, key_text(key), machine_text()))
-        # Readable for users, unique by the digest.
-        readable = "".join(each if each.isalnum() or each in "-_." else "_" for each in name)[-80:]
+        # Readable for users, unique by the digest. Names of files are limited in bytes.
+        safe = "".join(each if each.isalnum() or each in "-_." else "_" for each in name)
+        readable = safe.encode()[-80:].decode(errors="ignore")
         digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
         return os.path.join(self.directory, f"{readable.lstrip('.')}-{digest}.json")
 
