@@ -127,7 +127,7 @@ def test_models_have_names() -> None:
 def test_one_item_is_not_several_arguments() -> None:
     import numpy
 
-    with pytest.raises(ValueError, match="1 arguments were given, and 2 are needed"):
+    with pytest.raises(ValueError, match="collate is for 2 arguments, and there are 1"):
         Batcher(same, collate=["stack", "stack"])(numpy.zeros(2))
     with pytest.raises(TypeError, match="type ndarray, not a mapping"):
         Batcher(same, collate={"a": "stack"})(numpy.zeros(2))

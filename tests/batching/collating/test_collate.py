@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
 import sys
 from collections import OrderedDict, defaultdict
@@ -16,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trims_shim.batching import Batcher, Pad
 from trims_shim.batching.collating.collate import Collate, answers, collate_of, columns
 from trims_shim.batching.collating.collates import padded_size
 from trims_shim.errors import BadBatch
@@ -542,7 +544,7 @@ def test_each_argument_has_its_own_collate() -> None:
     assert both.key(items[0]) == both.key(items[1])
     with pytest.raises(ValueError, match="for 2 arguments, and there are 3"):
         columns(["list", "stack"], 3)
-    with pytest.raises(ValueError, match="3 arguments were given, and 2 are needed"):
+    with pytest.raises(ValueError, match="collate is for 2 arguments, and there are 3"):
         both.key((1, 2, 3))
 
 
@@ -592,8 +594,16 @@ def test_items_that_are_batches_need_one_size() -> None:
 def test_unknown_specs_are_refused_with_the_choices() -> None:
     with pytest.raises(ValueError, match="'auto', 'list', 'stack', 'concatenate'"):
         collate_of("pad")
-    with pytest.raises(TypeError, match="key, join and split"):
-        collate_of(7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "spec", [7, None, Pad, b"list", [], ["list"], ("auto",), [["list"], "auto"]]
+)
+def test_specs_of_a_wrong_type_are_refused_with_the_choices(spec: Any) -> None:
+    wrong = repr(spec[0] if spec == [["list"], "auto"] else spec)
+    choices = "give one of 'auto', 'list', 'stack', 'concatenate', or an object with the methods "
+    with pytest.raises(TypeError, match=re.escape(f"collate is {wrong}; {choices}")):
+        Batcher(list, collate=spec)
 
 
 VALUES = st.recursive(

@@ -164,7 +164,7 @@ def test_results_of_some_of_a_batch_are_cut_by_what_it_was_padded_to() -> None:
     with pytest.raises(BadBatch, match="not of the padded length 2"):
         answers(collate, batch[:1], items[:1])
     assert padded_length(columns([Pad(), "list"], 2), items) is None
-    assert padded_length(columns(["list"], 1), items) is None
+    assert padded_length(columns("list", 1), items) is None
 
 
 def tokens(*ids: int) -> dict[str, Any]:

@@ -91,11 +91,12 @@ def _collate_of(spec: CollateSpec) -> Collate:
         return Fields({name: _collate_of(each) for name, each in spec.items()})
     if isinstance(spec, Collate) and not isinstance(spec, type):
         return spec
-    if isinstance(spec, Sequence):
+    if isinstance(spec, Sequence) and not isinstance(spec, bytes) and len(spec) > 1:
         return Columns([_collate_of(each) for each in spec])
     raise TypeError(
         f"collate is {spec!r}; give one of {', '.join(map(repr, _NAMES))}, or an object with the "
-        "methods key, join and split"
+        "methods key, join and split; for several arguments a list of these, one for each; for "
+        "mappings a mapping of these by field"
     )
 
 

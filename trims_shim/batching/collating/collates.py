@@ -184,7 +184,9 @@ class Columns(_OfParts):
         """See :class:`Collate`. Raises ValueError for another number of positions."""
         given = len(item) if isinstance(item, tuple | list) else 1
         if given != len(self.collates):
-            raise ValueError(f"{given} arguments were given, and {len(self.collates)} are needed")
+            raise ValueError(
+                f"collate is for {len(self.collates)} arguments, and there are {given}"
+            )
         return tuple(each.key(part) for each, part in zip(self.collates, item, strict=True))
 
     def join(self, items: Sequence[Any]) -> tuple[Any, ...]:
