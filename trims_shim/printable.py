@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["printable", "size"]
+__all__ = ["first_line", "printable", "size"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -10,6 +10,12 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 def printable(text: str) -> str:
     r"""A text that others chose, without characters that steer a terminal: ``\n`` is escaped."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says, or its type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def size(size_bytes: float) -> str:

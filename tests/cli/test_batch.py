@@ -228,6 +228,24 @@ def test_profile_of_a_function_that_loses_results(
     assert "short" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("item", "given"),
+    [
+        (["--shape", "3,2", "--shape", "2,3"], "--shape 3,2 --shape 2,3 --dtype float32"),
+        (
+            ["--item", "batch_app:make", "--item", "batch_app:one"],
+            "--item batch_app:make --item batch_app:one",
+        ),
+    ],
+)
+def test_profile_of_items_that_the_function_does_not_take(
+    item: list[str], given: str, app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["batch", "profile", "batch_app:add", *item]) == Exit.FAILED
+    said = f"trims: batch_app:add does not run with {given}: "
+    assert capsys.readouterr().err.startswith(said)
+
+
 # --- simulate -------------------------------------------------------------------------------------
 
 

@@ -285,6 +285,10 @@ def test_words_that_do_not_fit(
         (["nosuch.onnx", "--shape", "3"], "there is no file nosuch.onnx"),
         (["stage_app:leaving", *STAGED[2:]], "is finished before stage 1"),
         ([*STAGED[1:], "--device", "nosuch"], "--device nosuch: device 'nosuch'"),
+        (
+            ["stage_app:adding", "--shape", "N", "--shape", "4", "--lengths", "3"],
+            "stage_app:adding does not run with --shape N --shape 4 --dtype float32: Assertion",
+        ),
     ],
 )
 def test_what_cannot_be_measured(

@@ -23,7 +23,7 @@ from trims_shim.batching.profiles.profile_store import SavedProfile, save_profil
 from trims_shim.batching.profiles.profiling import measure, sizes_to_measure
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.progress import say
-from trims_shim.cli.targets import import_from_here, items_of, named, printing_apart
+from trims_shim.cli.targets import import_from_here, items_of, named, printing_apart, running
 from trims_shim.cli.text import print_json, table
 from trims_shim.errors import TrimsError
 
@@ -39,7 +39,10 @@ def profile(arguments: argparse.Namespace) -> Exit:
     with printing_apart(), contextlib.closing(asyncio.new_event_loop()) as loop:
         target = _target(arguments, loop)
         sizes = sorted(set(arguments.sizes or sizes_to_measure(target.max_batch_size)))
-        durations_ns = _measure(target, sizes, repeats=arguments.repeats, is_quiet=arguments.json)
+        with running(arguments.target, arguments):
+            durations_ns = _measure(
+                target, sizes, repeats=arguments.repeats, is_quiet=arguments.json
+            )
     measured = LatencyProfile.measured(durations_ns, pads=False)
     if arguments.output:
         save_profile(arguments.output, _saved(target, durations_ns))

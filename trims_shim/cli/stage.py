@@ -30,7 +30,7 @@ from trims_shim.batching.staged.profiles.width import measure_width
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.progress import say
 from trims_shim.cli.stage_target import StageTarget
-from trims_shim.cli.targets import import_from_here, on_device, printing_apart
+from trims_shim.cli.targets import import_from_here, on_device, printing_apart, running
 from trims_shim.cli.text import counted, print_json, table
 from trims_shim.errors import ConfigError, StagingError
 
@@ -137,13 +137,14 @@ def _measured(
             clock=time.perf_counter_ns,
             lane=_lane(arguments),
         )
-        measure(
-            tell.runs(passes.run, length, sizes),
-            sizes,
-            repeats=arguments.repeats,
-            clock=time.perf_counter_ns,
-            limit_ns=left_ns // (len(target.lengths) - number + arguments.lanes),
-        )
+        with running(arguments.model, arguments):
+            measure(
+                tell.runs(passes.run, length, sizes),
+                sizes,
+                repeats=arguments.repeats,
+                clock=time.perf_counter_ns,
+                limit_ns=left_ns // (len(target.lengths) - number + arguments.lanes),
+            )
         tell.steadiness(passes.unsteadiness)
         latencies_ns[length] = passes.median_ns()
         _check_reached(arguments.model, latencies_ns[length])

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trims_shim.errors import ConfigError, TrimsError
+from trims_shim.printable import first_line, printable
 
 __all__ = [
     "import_from_here",
@@ -21,6 +22,7 @@ __all__ = [
     "on_device",
     "printing_apart",
     "random_tensor",
+    "running",
 ]
 
 
@@ -131,3 +133,21 @@ def on_device(device: str) -> Iterator[None]:
         yield
     except (ValueError, RuntimeError, AssertionError) as error:
         raise TrimsError(f"--device {device}: {error}") from None
+
+
+@contextlib.contextmanager
+def running(name: str, arguments: argparse.Namespace) -> Iterator[None]:
+    """Raise TrimsError, which names the options of the item, for what measured code raises."""
+    try:
+        yield
+    except TrimsError:
+        raise
+    except Exception as error:
+        if arguments.item:
+            given = [f"--item {each}" for each in arguments.item]
+        else:
+            shapes = [[each or "N" for each in shape] for shape in arguments.shape]
+            given = [f"--shape {','.join(map(str, shape))}" for shape in shapes]
+            given.append(f"--dtype {arguments.dtype}")
+        said = printable(f"{type(error).__name__}: {first_line(error)}")
+        raise TrimsError(f"{name} does not run with {' '.join(given)}: {said}") from error

@@ -12,8 +12,9 @@ from typing import Any
 
 from trims_shim.batching.staged.flow import NotJoinable, join, take
 from trims_shim.errors import StagingError
+from trims_shim.printable import first_line
 
-__all__ = ["Example", "are_identical", "check_stages", "first_line", "has_same_rows"]
+__all__ = ["Example", "are_identical", "check_stages", "has_same_rows"]
 
 _NEAR = 0.1
 """Results may differ by this share of the largest magnitude."""
@@ -129,12 +130,6 @@ class Example:
                 f"{type(model).__name__} does not run with the example: {first_line(error)}. Give "
                 "a batch of its inputs"
             ) from error
-
-
-def first_line(error: Exception) -> str:
-    """The first line of what an error says, or its type."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def check_stages(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trims_shim.batching.staged.slicing.cutting import Cut, even_cuts
-from trims_shim.batching.staged.slicing.examples import Example, first_line
+from trims_shim.batching.staged.slicing.examples import Example
 from trims_shim.batching.staged.slicing.graph_stages import (
     GraphStage,
     StagedGraph,
@@ -25,6 +25,7 @@ from trims_shim.batching.staged.slicing.graph_stages import (
     written_by,
 )
 from trims_shim.errors import StagingError
+from trims_shim.printable import first_line
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
