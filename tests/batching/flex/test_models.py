@@ -12,7 +12,7 @@ import torch
 from trims_shim.batching.drivers.lanes import CpuLane
 from trims_shim.batching.drivers.replies import BlockedCall, Entry, Failure
 from trims_shim.batching.flex.exit_points import ExitPoints
-from trims_shim.batching.flex.models import FlexFunctions, stages_of
+from trims_shim.batching.flex.models import FlexFunctions, staged_on
 from trims_shim.batching.staged import EarlyExit, Loop, StagedModel
 
 
@@ -170,7 +170,7 @@ def test_each_device_may_have_a_copy_of_its_own() -> None:
 )
 def test_what_is_no_model_is_refused(model: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        stages_of(model, "cpu")
+        staged_on("cpu", model)
 
 
 def test_no_models_are_refused() -> None:

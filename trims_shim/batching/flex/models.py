@@ -7,8 +7,7 @@ one stage hands to the next is their own business.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from trims_shim.batching.collating.collate import Collate, CollateSpec, answers
@@ -16,68 +15,56 @@ from trims_shim.batching.drivers.functions import BatchFunction
 from trims_shim.batching.drivers.lanes import Lane
 from trims_shim.batching.drivers.replies import Entry, Failure
 from trims_shim.batching.flex.exit_points import ExitPoints, GivenUp
-from trims_shim.batching.staged.model import Loop, check_stage
+from trims_shim.batching.staged.model import Stage, StagedModel
 from trims_shim.batching.staged.whole import run_whole
 from trims_shim.diagnostics import pass_on
 from trims_shim.errors import BadBatch
 
-__all__ = ["FlexFunctions", "Stages", "stages_of"]
+__all__ = ["FlexFunctions", "Stages", "staged_on"]
 
-Stage = Callable[..., Any]
 Stages = Sequence[Stage] | Stage | Mapping[str, Sequence[Stage] | Stage]
 """Callables in their order: the first gets the batch, each other one the previous one's result. An
 ``nn.Sequential`` stands for its children; one callable is one stage. If each device has a copy of
 its own: a mapping of device names to stages."""
 
 
-def stages_of(model: Stages, device: str) -> list[Stage]:
+def staged_on(device: str, model: Stages) -> StagedModel:
     """The stages of a model on a device. Raises ValueError for none, TypeError for a bad one."""
     if isinstance(model, Mapping):
         if device not in model:
             raise ValueError(f"a model has no stages for {device}; it has {', '.join(model)}")
-        return stages_of(model[device], device)
+        return staged_on(device, model[device])
     # nn.Sequential is no Sequence, but iterates over its children; other modules do not.
-    stages = list(model) if isinstance(model, Iterable) else [model]
-    for stage in stages:
-        check_stage(stage)
-        if isinstance(stage, Loop):
-            raise TypeError(
-                "a model that ends in a Loop cannot start anew; serve it with a Batcher"
-            )
-    if not stages:
-        raise ValueError("a model needs at least one stage")
-    return stages
+    staged = StagedModel(model if isinstance(model, Iterable) else [model])
+    if staged.loop is not None:
+        raise TypeError("a model that ends in a Loop cannot start anew; serve it with a Batcher")
+    return staged
 
 
 class _Model:
     """One model: its stages on each device, and how its items become batches."""
 
     def __init__(
-        self, name: str, stages: Mapping[str, list[Stage]], collate: CollateSpec, isolates: bool
+        self, name: str, staged: Mapping[str, StagedModel], collate: CollateSpec, isolates: bool
     ) -> None:
         self.name = name
-        self.stages = stages
+        self.staged = staged
         self.isolates = isolates
-        whole = {device: functools.partial(_whole, each) for device, each in stages.items()}
         self.functions = {
             device: BatchFunction(
-                function,
+                model,
                 collate=collate,
                 batch_sizes=None,
                 isolate_failures=isolates,
                 takes_owner=False,
                 name=name,
             )
-            for device, function in whole.items()
+            for device, model in staged.items()
         }
 
     @property
     def any_function(self) -> BatchFunction:
         return next(iter(self.functions.values()))
-
-
-def _whole(stages: Sequence[Stage], *batch: Any) -> Any:
-    return run_whole(stages, batch)
 
 
 class FlexFunctions:
@@ -109,7 +96,7 @@ class FlexFunctions:
         self._models = {
             each: _Model(
                 each,
-                {device: stages_of(model, device) for device in self.devices},
+                {device: staged_on(device, model) for device in self.devices},
                 collate,
                 isolate_failures,
             )
@@ -123,7 +110,7 @@ class FlexFunctions:
 
     def number_of_stages(self, model: str) -> int:
         """How many stages a model has on the first device."""
-        return len(self._models[model].stages[self.devices[0]])
+        return len(self._models[model].staged[self.devices[0]])
 
     def key(self, model: Any, arguments: tuple[Any, ...]) -> Hashable:
         """Which requests may share a batch. Raises ValueError for an unknown model."""
@@ -152,7 +139,7 @@ class FlexFunctions:
         try:
             with lane.enter(), points:
                 collate, items, batch = function.joined(entries)
-                value = run_whole(model.stages[name], batch, between=points.check)
+                value = run_whole(model.staged[name].stages, batch, between=points.check)
                 lane.finish(value)
             return answers(collate, value, items, function=model.name)
         except GivenUp:
