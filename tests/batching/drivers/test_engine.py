@@ -14,11 +14,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from tests.batching.waiting import LONG_S, Gate, wait_until, wait_until_main_sleeps
 from trims_shim.batching import Batcher, batched
+from trims_shim.batching.drivers.options import Options
 from trims_shim.batching.drivers.threads import ThreadDispatch
 from trims_shim.batching.policies.window import Window
 from trims_shim.errors import BatchingError
@@ -338,11 +340,11 @@ def test_a_finalizer_that_calls_while_the_first_call_begins_uses_the_same_queue(
     answers: list[int | None] = []
     make = engine._make_threads
 
-    def interrupted() -> ThreadDispatch:
+    def interrupted(function: Any, options: Options) -> ThreadDispatch:
         if not answers:
             answers.append(None)
             answers.append(batcher(1))
-        return make()
+        return make(function, options)
 
     engine._make_threads = interrupted
     assert (batcher(2), answers[1]) == (6, 3)

@@ -58,11 +58,11 @@ class Engine:
         options: Options,
         *,
         slo_ns: int,
-        make_threads: Callable[[], ThreadDispatch] | None = None,
+        dispatch: Callable[[Any, Options], ThreadDispatch] = ThreadDispatch,
     ) -> None:
-        """``make_threads`` makes the dispatch of a synchronous function, if not the usual one."""
+        """``dispatch`` is that of a synchronous function."""
         self.slo_ns = slo_ns
-        self._make_threads = make_threads or (lambda: ThreadDispatch(function, options))
+        self._make_threads = dispatch
         self.function = function
         self.options = options
         self.is_closed = False
@@ -88,7 +88,7 @@ class Engine:
             with self._lock:
                 self._check_open()
                 if self._threads is None:
-                    made = self._make_threads()
+                    made = self._make_threads(self.function, self.options)
                     self._threads = self._threads or made
         return self._threads
 

@@ -8,6 +8,7 @@ runs, too, decides what runs when.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import time
@@ -129,17 +130,14 @@ class FlexBatcher(Batcher[str, Any]):
         self._function = functions.run
         margin_ns = duration_ns("margin_ms", margin_ms)
 
-        def make_flex() -> Flex:
-            return Flex(
+        learning = FlexLearning(
+            functools.partial(
+                Flex,
                 {},
                 devices=len(names),
                 preemption_factor=preemption_factor,
                 margin_ns=margin_ns,
-            )
-
-        make_flex()  # raises here, not at the first request
-        learning = FlexLearning(
-            make_flex,
+            ),
             functions.number_of_stages,
             name=name,
             max_batch_size=max_batch_size,
@@ -162,7 +160,7 @@ class FlexBatcher(Batcher[str, Any]):
             functions,  # type: ignore[arg-type]
             options,
             slo_ns=slo_ns,
-            make_threads=lambda: FlexDispatch(functions, options),
+            dispatch=FlexDispatch,
         )
 
     def map(self, *iterables: Iterable[Any], **options: Any) -> Iterator[Any]:

@@ -28,11 +28,8 @@ class StagedEngine(Engine):
         self, function: StagedFunction, options: Options, *, slo_ns: int, is_whole: bool
     ) -> None:
         self._staged = function
-
-        def make() -> ThreadDispatch:
-            return StagedDispatch(function, options)
-
-        super().__init__(function, options, slo_ns=slo_ns, make_threads=None if is_whole else make)
+        dispatch = ThreadDispatch if is_whole else StagedDispatch
+        super().__init__(function, options, slo_ns=slo_ns, dispatch=dispatch)
 
     @property
     def model(self) -> StagedModel:
