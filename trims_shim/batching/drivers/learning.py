@@ -48,21 +48,15 @@ Prior = LatencyProfile | Callable[[Hashable], LatencyProfile]
 """Where a profile starts from: one profile for all keys, or a function of the key."""
 
 
-class LateKey(tuple[Hashable, ...]):
+class LateKey(NamedTuple):
     """Key of late requests that are served anyway, in batches of their own.
 
-    It is a tuple, so that lengths are found in it. Its first part is in no other key.
+    A tuple, so that lengths are found in it.
     """
 
-    __slots__ = ()
-
-    def __new__(cls, key: Hashable) -> LateKey:
-        return super().__new__(cls, (cls, key))
-
-    @property
-    def key(self) -> Hashable:
-        """The key without the mark."""
-        return self[1]
+    key: Hashable
+    mark: Hashable = Immediate
+    """In no other key."""
 
 
 class _Late(Immediate):

@@ -114,15 +114,12 @@ class LatencyProfile:
                 f"{self.max_batch_size}"
             )
 
-    def line_ns(self, largest: int | None = None) -> tuple[float, float]:
-        """``(alpha, beta)`` of the line of least squares through the table, neither below 0.
-
-        ``largest`` is the last size that counts, by default the largest it knows.
-        """
-        count = self.max_batch_size if largest is None else min(largest, self.max_batch_size)
+    def line_ns(self) -> tuple[float, float]:
+        """``(alpha, beta)`` of the line of least squares through the table, neither below 0."""
+        count = self.max_batch_size
         if count == 1:
             return 0.0, float(self._table[1])
-        table = self._table[1 : count + 1]
+        table = self._table[1:]
         mean_size, mean_ns = (count + 1) / 2, sum(table) / count
         products = sum((size - mean_size) * each for size, each in enumerate(table, 1))
         alpha = max(0.0, products / (count * (count * count - 1) / 12))
