@@ -60,22 +60,12 @@ class StagedFunction(BatchFunction):
         isolate_failures: bool,
         takes_owner: bool,
         name: str,
-        by_length: bool = False,
+        by_length: bool,
     ) -> None:
         if isinstance(collate_of(collate), Concatenate):
             raise ValueError(
                 f"{name}: with collate='concatenate' an item is a batch itself, and its rows "
                 "cannot take different ways through the stages"
-            )
-
-        def made(whole: Callable[..., Any], sizes: Sequence[int] | None) -> BatchFunction:
-            return BatchFunction(
-                whole,
-                collate=collate,
-                batch_sizes=sizes,
-                isolate_failures=isolate_failures,
-                takes_owner=False,  # the model already belongs to its owner
-                name=name,
             )
 
         super().__init__(
@@ -94,8 +84,16 @@ class StagedFunction(BatchFunction):
             )
         self.model = model
         self.lanes = tuple(lanes)
-        self._runner = StageRunner(model, made(model, None), lanes=lanes, batch_sizes=batch_sizes)
-        self._in_pieces = made(functools.partial(_in_pieces, model), batch_sizes)
+        made = functools.partial(
+            BatchFunction,
+            collate=collate,
+            isolate_failures=isolate_failures,
+            takes_owner=False,  # the model already belongs to its owner
+            name=name,
+        )
+        whole = made(model, batch_sizes=None)
+        self._runner = StageRunner(model, whole, lanes=lanes, batch_sizes=batch_sizes)
+        self._in_pieces = made(functools.partial(_in_pieces, model), batch_sizes=batch_sizes)
         self._has_function = has_function
         self._checked: set[Hashable] = set()
         self.is_distrusted = False
