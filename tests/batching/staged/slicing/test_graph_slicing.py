@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,14 @@ from tests.batching.staged.slicing.networks import Encoder, UNet, join_and_take
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.slicing.block_slicing import slice_blocks
 from trims_shim.batching.staged.slicing.examples import Example, are_identical
-from trims_shim.batching.staged.slicing.graph_slicing import operator_times, slice_model
+from trims_shim.batching.staged.slicing.graph_slicing import slice_model
 from trims_shim.batching.staged.slicing.tracing import TracedModel
 from trims_shim.errors import StagingError
 from trims_shim.testing import FakeDaemon
 
 IMAGE = torch.rand(2, 3, 8, 8)
+
+Take = Callable[[Callable[[int], list[int]]], None]
 
 
 @pytest.fixture(scope="module")
@@ -41,54 +43,50 @@ def test_stages_are_the_model() -> None:
     assert are_identical(staged(batch), Example(batch).call(model))
 
 
-def test_stages_of_even_time(traced: TracedModel) -> None:
-    """By the times of the profile, of the size that is nearest to the example's."""
-    times = [1000 if "conv2d" in name else 1 for name in traced.operations]
-    profile = {1: [1] * len(times), 2: times}
-    staged = slice_model(traced.model, IMAGE, 2, profile=profile)
+@pytest.fixture
+def take(monkeypatch: pytest.MonkeyPatch) -> Take:
+    """Says how long operations take with a batch of a size."""
+
+    def take(times: Callable[[int], list[int]]) -> None:
+        def measure(self: TracedModel, rows: int | None = None, **_: Any) -> list[int]:
+            return times(self.example.rows if rows is None else rows)
+
+        monkeypatch.setattr(TracedModel, "measure", measure)
+
+    return take
+
+
+def test_stages_of_even_time(traced: TracedModel, take: Take) -> None:
+    """By the times with the example."""
+    names = traced.operations
+    take(lambda size: [1000 if "conv2d" in name and size == 2 else 1 for name in names])
+    staged = slice_model(traced.model, IMAGE, 2)
     assert [convolutions(stage.module) for stage in staged] == [2, 2]
 
 
-def test_cut_where_the_preferred_batch_size_changes(traced: TracedModel) -> None:
+def test_cut_where_the_preferred_batch_size_changes(traced: TracedModel, take: Take) -> None:
     """All but the first convolution gain from batches; the border is right behind that."""
     names = traced.operations
     first = next(number for number, name in enumerate(names) if "conv2d" in name)
-
-    def times(size: int) -> list[int]:
-        return [*[1] * first, 1000 * size, *[400] * (len(names) - first - 1)]
-
-    staged = slice_model(traced.model, IMAGE, profile={size: times(size) for size in (1, 2, 4)})
+    take(lambda size: [*[1] * first, 1000 * size, *[400] * (len(names) - first - 1)])
+    staged = slice_model(traced.model, IMAGE)
     assert convolutions(next(iter(staged)).module) == 1
     assert len(staged) == 2
 
 
-def test_four_stages_where_it_does_not(traced: TracedModel) -> None:
+def test_four_stages_where_it_does_not(traced: TracedModel, take: Take) -> None:
     """Or only by what one measurement differs from another."""
     count = len(traced.operations)
     flat, steep = [10] * count, [20] * count
-    profile = {1: flat, 2: [*flat[::2], *steep[1::2]], 4: [80] * count}
-    assert len(slice_model(traced.model, IMAGE, profile=profile)) == 4
+    times = {1: flat, 2: [*flat[::2], *steep[1::2]]}
+    take(lambda size: times.get(size, [20 * size] * count))
+    assert len(slice_model(traced.model, IMAGE)) == 4
 
 
-def test_eight_stages_at_most(traced: TracedModel) -> None:
+def test_eight_stages_at_most(traced: TracedModel, take: Take) -> None:
     count = len(traced.operations)
-    profile = {
-        size: [100 * size if number % 2 else 400 for number in range(count)] for size in (1, 2, 4)
-    }
-    assert len(slice_model(traced.model, IMAGE, profile=profile)) == 8
-
-
-def test_a_profile_of_another_model(traced: TracedModel) -> None:
-    with pytest.raises(StagingError, match="measure it again"):
-        slice_model(traced.model, IMAGE, 2, profile={2: [1, 2, 3]})
-
-
-def test_operator_times(traced: TracedModel) -> None:
-    times = operator_times(traced, (1, 2))
-    assert {size: len(each) for size, each in times.items()} == dict.fromkeys(
-        (1, 2), len(traced.operations)
-    )
-    assert all(ns > 0 for each in times.values() for ns in each)
+    take(lambda size: [100 * size if number % 2 else 400 for number in range(count)])
+    assert len(slice_model(traced.model, IMAGE)) == 8
 
 
 def test_no_stages() -> None:

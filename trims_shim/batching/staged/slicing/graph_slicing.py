@@ -19,12 +19,8 @@ from trims_shim.batching.staged.profiles.diversity import preferred_size
 from trims_shim.batching.staged.slicing.examples import Example, check_stages
 from trims_shim.batching.staged.slicing.graph_stages import GraphStage
 from trims_shim.batching.staged.slicing.tracing import Compiler, TracedModel
-from trims_shim.errors import StagingError
 
-__all__ = ["OperatorTimes", "operator_times", "slice_model"]
-
-OperatorTimes = Mapping[int, Sequence[int]]
-"""For batch sizes, what each operation of the trace takes, in ns."""
+__all__ = ["slice_model"]
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
 _GRAINS = 16
@@ -46,7 +42,6 @@ def slice_model(
     example: Any,
     n_stages: int | None = None,
     *,
-    profile: OperatorTimes | None = None,
     varying: Collection[int] = (),
     compiler: Compiler | None = None,
 ) -> StagedModel:
@@ -57,7 +52,6 @@ def slice_model(
     be of a typical size, as times are measured with it. ``n_stages``: how many stages of even time;
     None: cut where the preferred batch size of operations changes much (into eight at most), or
     into four where it does not.
-    ``profile``: times of operations that were measured before (:func:`operator_times`).
     ``varying``: axes besides the first that may have other sizes than in the example, as ``(1,)``
     for lengths. ``compiler``: compiles each stage, for example
     ``functools.partial(torch.compile, dynamic=True)``; with ``n_stages``, the model is then cut
@@ -72,33 +66,16 @@ def slice_model(
         n_stages = whole("n_stages", n_stages)
     traced = TracedModel(model, example, varying=varying)
     if n_stages is None:
-        positions = _where_preferred_changes(traced, profile or operator_times(traced))
+        positions = _where_preferred_changes(traced)
     else:
-        positions = traced.even(n_stages, _times(traced, profile))
+        positions = traced.even(n_stages, traced.measure())
     stages = traced.stages(positions)
     check_stages(stages, model, traced.example)
     if compiler is not None and n_stages is not None:
-        positions = _recut(traced, positions, _times(traced, profile), compiler)
+        positions = _recut(traced, positions, compiler)
     if compiler is not None:
         stages = _compiled(traced.stages(positions), compiler)
     return StagedModel(stages, name=traced.name)
-
-
-def operator_times(traced: TracedModel, sizes: Sequence[int] = _SIZES) -> OperatorTimes:
-    """Measure every operation at these batch sizes. Blocks; runs the model four times for each."""
-    return {size: traced.measure(size, repeats=3) for size in sizes}
-
-
-def _times(traced: TracedModel, profile: OperatorTimes | None) -> Sequence[int]:
-    if profile is None:
-        return traced.measure()
-    size = min(profile, key=lambda size: abs(size - traced.example.rows))
-    if len(profile[size]) != len(traced.operations):
-        raise StagingError(
-            f"the profile is of {len(profile[size])} operations, and {traced.name} has "
-            f"{len(traced.operations)}; measure it again"
-        )
-    return profile[size]
 
 
 def _compiled(stages: list[GraphStage], compiler: Compiler) -> list[GraphStage]:
@@ -107,13 +84,12 @@ def _compiled(stages: list[GraphStage], compiler: Compiler) -> list[GraphStage]:
     return stages
 
 
-def _recut(
-    traced: TracedModel, positions: Sequence[int], times_ns: Sequence[int], compiler: Compiler
-) -> list[int]:
+def _recut(traced: TracedModel, positions: Sequence[int], compiler: Compiler) -> list[int]:
     """As many cuts, even by the times of the compiled stages between ``positions``.
 
     Within a stage, operations keep their shares of its time: a compiled stage does not show them.
     """
+    times_ns = traced.measure()
     taken_ns = _stage_times(_compiled(traced.stages(positions), compiler), traced.example)
     borders = [0, *positions, len(times_ns)]
     scaled = [
@@ -137,8 +113,9 @@ def _stage_times(stages: Sequence[GraphStage], example: Example) -> list[int]:
     return [min(each[1:]) for each in taken_ns]
 
 
-def _where_preferred_changes(traced: TracedModel, profile: OperatorTimes) -> list[int]:
-    times = _times(traced, profile)
+def _where_preferred_changes(traced: TracedModel) -> list[int]:
+    profile = {size: traced.measure(size, repeats=3) for size in _SIZES}
+    times = profile[min(profile, key=lambda size: abs(size - traced.example.rows))]
     grains = traced.even(min(_GRAINS, len(traced.cuts()) + 1), times)
     changes: dict[int, float] = {}
     before: int | None = None
@@ -155,7 +132,7 @@ def _where_preferred_changes(traced: TracedModel, profile: OperatorTimes) -> lis
     return sorted(largest) or traced.even(min(_STAGES, len(traced.cuts()) + 1), times)
 
 
-def _profile_of(times: OperatorTimes, begin: int, end: int) -> LatencyProfile:
+def _profile_of(times: Mapping[int, Sequence[int]], begin: int, end: int) -> LatencyProfile:
     """The profile of some operations."""
     sums = {size: max(1, sum(each[begin:end])) for size, each in times.items()}
     return LatencyProfile.measured(sums, pads=False)
