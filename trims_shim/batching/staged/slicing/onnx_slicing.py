@@ -125,23 +125,12 @@ class TracedOnnx:
 # --- the optimised model --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class _Source:
-    """An optimised model with its weights beside it."""
+    """An optimised model with its weights beside it; given up when it is gone, with the stages."""
 
-    path: str
-    owner: Any
-    """While it lives, the files stay."""
-
-    @property
-    def folder(self) -> str:
-        return os.path.dirname(self.path)
-
-
-class _Owner:
-    """Owns files, which are given up when it is gone, with the last stage."""
-
-    def __init__(self, give_up: Callable[[], None]) -> None:
+    def __init__(self, path: str, give_up: Callable[[], None]) -> None:
+        self.path = path
+        self.folder = os.path.dirname(path)
         self.finalizer = weakref.finalize(self, give_up)
 
 
@@ -156,9 +145,9 @@ def _source(path: str, *, is_shared: bool) -> _Source:
         # No daemon, or one that cannot prepare this model: it is done here, for this process.
         diagnostics.fallback(error.reason, error, what=path)
         return _own_source(path)
-    owner = _Owner(prepared.release)
-    owner.finalizer.atexit = False  # The daemon sees that the process has ended.
-    return _Source(prepared.path, owner)
+    source = _Source(prepared.path, prepared.release)
+    source.finalizer.atexit = False  # The daemon sees that the process has ended.
+    return source
 
 
 def _own_source(path: str) -> _Source:
@@ -166,14 +155,15 @@ def _own_source(path: str) -> _Source:
     from trims_shim.patches.onnxruntime_recipe import default_recipe
 
     directory = tempfile.mkdtemp(prefix="trims-stages-")
-    owner = _Owner(functools.partial(shutil.rmtree, directory, ignore_errors=True))
+    give_up = functools.partial(shutil.rmtree, directory, ignore_errors=True)
+    source = _Source(os.path.join(directory, PREPARED_MODEL), give_up)
     sessions = optimising.Sessions(default_recipe(prepack=cache().config.ort_prepack))
     try:
         sessions.save(path, directory, is_packed=True)
         optimising.place(directory, source=path)
     except NotServed as error:
         raise StagingError(f"{path} cannot be optimised: {error}") from error
-    return _Source(os.path.join(directory, PREPARED_MODEL), owner)
+    return source
 
 
 def _session(content: bytes, *, folder: str, threads: int, profile: str = "") -> Any:
