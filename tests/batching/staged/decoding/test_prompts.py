@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trims_shim.batching.collating.padding import Pad, Padded
-from trims_shim.batching.staged.decoding.prompts import PromptBatch, prompts_of
+from trims_shim.batching.staged.decoding.prompts import Prompts, prompts_of
 
 ROWS = [[5, 6], [7], [1, 2, 3]]
 FRONT = [[9, 5, 6], [9, 9, 7], [1, 2, 3]]
@@ -16,7 +16,7 @@ MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]])
 BEHIND = torch.tensor([[5, 6, 9], [7, 9, 9], [1, 2, 3]])
 
 
-def batch_of(given: Any, most: int = 4) -> PromptBatch:
+def batch_of(given: Any, most: int = 4) -> Prompts:
     return prompts_of(given, max_new_tokens=most, pad_token_id=9, device=None)
 
 

@@ -24,13 +24,8 @@ from typing import Any, Protocol
 
 from trims_shim.batching.arguments import whole
 from trims_shim.batching.staged.activations import EarlyExit, Stepped
-from trims_shim.batching.staged.decoding.key_values import (
-    NOTHING_SEEN,
-    GrowingCache,
-    KeyValues,
-    gather,
-)
-from trims_shim.batching.staged.decoding.prompts import prompts_of
+from trims_shim.batching.staged.decoding.key_values import GrowingCache, KeyValues, gather
+from trims_shim.batching.staged.decoding.prompts import Prompts, prompts_of
 from trims_shim.batching.staged.decoding.sampling import Chance, Sampling, chosen
 from trims_shim.batching.staged.decoding.transformers_decoder import (
     TransformersDecoder,
@@ -55,20 +50,6 @@ class Decoder(Protocol):
         to later ones. The results at padding do not matter. Each layer gives its new keys and
         values to ``cache.update(keys, values, layer)`` and attends to what that returns.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompts:
-    """The activation between two stages of the prefill."""
-
-    tokens: Any
-    """``[batch, columns]``, padded in front."""
-    lengths: Any
-    """``[batch]``, of the prompts."""
-    budgets: Any
-    """``[batch]``: how many tokens may be generated."""
-    chances: list[Chance | None]
-    past: KeyValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +177,9 @@ class _Generator:
                 "the rotary embeddings of this model depend on the longest in the batch, or its "
                 "own cache forgets; ask for fewer max_new_tokens, or call model.generate for it"
             )
-        return read(_Prompts(*prompts, NOTHING_SEEN))
+        return read(prompts)
 
-    def _read(self, prompts: _Prompts, *, part: int, parts: int) -> Any:
+    def _read(self, prompts: Prompts, *, part: int, parts: int) -> Any:
         """Read one part of the columns; after the last part choose the first token."""
         torch = torch_in_this_thread()
         columns = prompts.tokens.shape[1]
@@ -217,7 +198,7 @@ class _Generator:
                 return replace(prompts, past=cache.grown())
             return self._first(prompts, chosen(scores, prompts.chances), cache.grown())
 
-    def _first(self, prompts: _Prompts, tokens: Any, past: KeyValues) -> Any:
+    def _first(self, prompts: Prompts, tokens: Any, past: KeyValues) -> Any:
         import torch
 
         budgets = prompts.budgets - 1

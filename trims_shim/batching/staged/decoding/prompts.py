@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from trims_shim.batching.collating.padding import Padded
+from trims_shim.batching.staged.decoding.key_values import NOTHING_SEEN, KeyValues
 from trims_shim.batching.staged.decoding.sampling import GREEDY, Chance, Sampling, chance_of
 
-__all__ = ["PromptBatch", "prompts_of"]
+__all__ = ["Prompts", "prompts_of"]
 
 
 _WISHES = ("temperature", "top_k", "top_p", "seed")
 
 
-class PromptBatch(NamedTuple):
-    """``tokens`` are ``[batch, columns]``, as many columns as the longest prompt has tokens."""
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The activation between two stages of the prefill."""
 
     tokens: Any
+    """``[batch, columns]``, padded in front: as many columns as the longest prompt has tokens."""
     lengths: Any
-    """``[batch]``"""
+    """``[batch]``, of the prompts."""
     budgets: Any
     """``[batch]``: how many tokens may be generated."""
     chances: list[Chance | None]
     """How the tokens of each are drawn; None for the likeliest."""
+    past: KeyValues = NOTHING_SEEN
 
 
 def prompts_of(
@@ -33,7 +38,7 @@ def prompts_of(
     pad_token_id: int,
     device: Any,
     sampling: Sampling = GREEDY,
-) -> PromptBatch:
+) -> Prompts:
     """Convert collated prompts: a list of them, a :class:`Padded`, a mapping, or a tensor.
 
     ``sampling`` is for prompts that do not ask for their own. Raises ValueError for a prompt that
@@ -56,7 +61,7 @@ def prompts_of(
     if not bool(((lengths > 0) & (budgets > 0)).all()):
         raise ValueError("a prompt needs at least one token, and has to ask for at least one")
     tokens = tokens[:, tokens.shape[1] - int(lengths.max()) :]
-    return PromptBatch(tokens, lengths, budgets, chances)
+    return Prompts(tokens, lengths, budgets, chances)
 
 
 def _listed(batch: list[Any], pad_token_id: int, device: Any) -> tuple[Any, Any, Any]:
