@@ -127,8 +127,19 @@ class AwaitedReply:
         self.answer(Failure(error))
 
     def _set(self, result: Any) -> None:
+        future = self.future
+        if future.done():
+            return  # its caller was cancelled
         try:
-            _set(self.future, result)
+            if type(result) is not Failure:
+                future.set_result(result)
+            elif isinstance(result.error, StopIteration | asyncio.CancelledError):
+                # A future refuses StopIteration; with CancelledError its caller would seem
+                # cancelled.
+                raised = type(result.error).__name__
+                future.set_exception(RuntimeError(f"the batch function raised {raised}"))
+            else:
+                future.set_exception(result.error)
         except RuntimeError:
             pass  # its loop is closed
 
@@ -162,19 +173,6 @@ class AwaitedStream(StreamReply):
             self._arrived.set()
         else:
             self._mailbox.send(asyncio.Event.set, self._arrived)
-
-
-def _set(future: asyncio.Future[Any], result: Any) -> None:
-    if future.done():
-        return  # its caller was cancelled
-    if type(result) is not Failure:
-        future.set_result(result)
-    elif isinstance(result.error, StopIteration | asyncio.CancelledError):
-        # A future refuses StopIteration; with CancelledError its caller would seem cancelled.
-        raised = type(result.error).__name__
-        future.set_exception(RuntimeError(f"the batch function raised {raised}"))
-    else:
-        future.set_exception(result.error)
 
 
 class LoopDispatch(Dispatch):

@@ -162,16 +162,14 @@ FAILURES = (Failure, BaseException)
 """What is no answer, in a list of results."""
 
 
-def deliver(reply: Reply, result: Any) -> bool:
-    """Answer, or fail where the result is an error; True for an answer."""
+def deliver(reply: Reply, result: Any) -> None:
+    """Answer, or fail where the result is an error."""
     if type(result) is Failure:
         reply.fail(result.error)
-        return False
-    if isinstance(result, BaseException):
+    elif isinstance(result, BaseException):
         reply.fail(result)
-        return False
-    reply.answer(result)
-    return True
+    else:
+        reply.answer(result)
 
 
 # --- a thread that waits --------------------------------------------------------------------------
