@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trims_shim.batching.protocol import NEVER_NS, Request
-from trims_shim.batching.simulator import read_trace, written_trace
+from trims_shim.batching.protocol import NEVER_NS
+from trims_shim.batching.simulator import read_trace
 
 MS = 1_000_000
 
@@ -61,11 +61,11 @@ def test_a_line_that_goes_back_is_named() -> None:
     ).map(lambda found: sorted(found, key=lambda each: each[0]))
 )
 def test_what_is_written_is_read(found: list[tuple[int, int | None]]) -> None:
-    trace = [
-        Request(number, arrival_ns, NEVER_NS if slo_ns is None else arrival_ns + slo_ns)
-        for number, (arrival_ns, slo_ns) in enumerate(found)
+    lines = [
+        f"{arrival_ns / 1e6:.6f}" + ("" if slo_ns is None else f",1,{slo_ns / 1e6:.6f}")
+        for arrival_ns, slo_ns in found
     ]
-    again = list(read_trace(written_trace(trace)))
-    assert [(r.number, r.arrival_ns, r.deadline_ns) for r in again] == [
-        (r.number, r.arrival_ns, r.deadline_ns) for r in trace
+    assert [(r.number, r.arrival_ns, r.deadline_ns) for r in read_trace(lines)] == [
+        (number, arrival_ns, NEVER_NS if slo_ns is None else arrival_ns + slo_ns)
+        for number, (arrival_ns, slo_ns) in enumerate(found)
     ]

@@ -21,7 +21,7 @@ from trims_shim.batching.simulator.arrivals import (
 from trims_shim.batching.simulator.cluster import Cluster, Node
 from trims_shim.batching.simulator.loop import Execution, Outcome, simulate
 from trims_shim.batching.simulator.report import Report, percentile
-from trims_shim.batching.simulator.traces import read_trace, written_trace
+from trims_shim.batching.simulator.traces import read_trace
 
 __all__ = [
     "Cluster",
@@ -38,5 +38,4 @@ __all__ = [
     "requests",
     "simulate",
     "uniform",
-    "written_trace",
 ]

@@ -16,7 +16,7 @@ from math import inf
 
 from trims_shim.batching.protocol import NEVER_NS, Request
 
-__all__ = ["read_trace", "written_trace"]
+__all__ = ["read_trace"]
 
 _NS_PER_MS = 1_000_000
 
@@ -46,15 +46,6 @@ def read_trace(
         yield Request(number, arrival_ns, deadline_ns, 0, key)
         number += 1
         last_ns = arrival_ns
-
-
-def written_trace(requests: Iterable[Request]) -> Iterator[str]:
-    """The lines of a trace, as :func:`read_trace` reads them; keys and priorities are not in it."""
-    for request in requests:
-        line = f"{request.arrival_ns / _NS_PER_MS:.6f}"
-        if request.deadline_ns != NEVER_NS:
-            line += f",1,{(request.deadline_ns - request.arrival_ns) / _NS_PER_MS:.6f}"
-        yield line + "\n"
 
 
 def _parsed(line: str, count: int) -> tuple[float, float | None]:
