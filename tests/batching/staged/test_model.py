@@ -8,13 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.staged.activations import EarlyExit, Stepped
 from trims_shim.batching.staged.model import Loop, StagedModel
-from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.errors import BadBatch
-
-PROFILE = StagedProfile.even(LatencyProfile.linear(1, 1, max_batch_size=4), 2)
 
 
 async def asynchronous(value: Any) -> Any:
@@ -49,13 +45,6 @@ class TestMaking:
         assert StagedModel([abs]).loop is None
         with pytest.raises(TypeError, match="last stage"):
             StagedModel([loop, abs])
-
-    def test_a_profile_of_as_many_stages(self) -> None:
-        assert StagedModel([abs, abs], profile=PROFILE).profile is PROFILE
-        with pytest.raises(ValueError, match="2 stages for a model of 1"):
-            StagedModel([abs], profile=PROFILE)
-        with pytest.raises(TypeError, match="has to be a StagedProfile"):
-            StagedModel([abs], profile=PROFILE.stages[0])  # type: ignore[arg-type]
 
 
 class TestTheWhole:

@@ -18,7 +18,6 @@ from typing import Any
 
 from trims_shim.batching.staged import flow
 from trims_shim.batching.staged.activations import Stepped
-from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.batching.staged.whole import answers_of, run_steps, run_whole
 
 __all__ = ["Loop", "Stage", "StagedModel", "check_stage"]
@@ -65,21 +64,17 @@ class StagedModel:
 
     Iterating gives the stages. Calling runs the whole model, as if it had no stages, so the same
     model works with :class:`~trims_shim.batching.Batcher` and
-    :class:`~trims_shim.batching.FlexBatcher`. ``profile``: how long the stages take; learned if not
-    given. Raises ValueError for no stages or a profile of another number of them; TypeError for a
-    stage that is asynchronous or not callable, a Loop that is not last, or another profile.
+    :class:`~trims_shim.batching.FlexBatcher`. Raises ValueError for no stages, TypeError for a
+    stage that is asynchronous or not callable, or a Loop that is not last.
     """
 
-    def __init__(
-        self, stages: Iterable[Stage], *, profile: StagedProfile | None = None, name: str = ""
-    ) -> None:
+    def __init__(self, stages: Iterable[Stage], *, name: str = "") -> None:
         if not isinstance(stages, Iterable):
             raise TypeError(
                 f"stages is a {type(stages).__name__}; it has to be a list of callables or an "
                 "nn.Sequential (slice_model and slice_blocks cut other modules)"
             )
         self.stages = tuple(stages)
-        self.profile = profile
         self.name = name
         if not self.stages:
             raise ValueError("a model needs at least one stage")
@@ -90,15 +85,6 @@ class StagedModel:
             check_stage(stage)
         if any(isinstance(stage, Loop) for stage in self.stages[:-1]):
             raise TypeError("a Loop has to be the last stage")
-        if profile is not None and not isinstance(profile, StagedProfile):
-            raise TypeError(
-                f"profile is {profile!r}; it has to be a StagedProfile (StagedProfile.even makes "
-                "one of the whole's)"
-            )
-        if profile is not None and len(profile.stages) != len(self.stages):
-            raise ValueError(
-                f"a profile of {len(profile.stages)} stages for a model of {len(self.stages)}"
-            )
 
     def __call__(self, *batch: Any) -> Any:
         """Run all stages with one batch, given as the arguments of the first stage.

@@ -121,10 +121,8 @@ def test_warm_measures_each_stage() -> None:
         assert batcher(1) == 8
 
 
-def test_a_profile_of_stages_is_the_models_or_given(tmp_path: Any) -> None:
+def test_a_profile_may_be_of_stages_or_of_the_whole() -> None:
     known = StagedProfile([LatencyProfile([1e6, 2e6]), LatencyProfile([3e6, 3e6])])
-    of_model = StagedModel([double, double], profile=known)
-    assert plain(of_model, max_batch_size=2).profile == known
     assert plain(StagedModel([double] * 2), profile=known, max_batch_size=2).profile == known
     whole = plain(StagedModel([double] * 2), profile=LatencyProfile([2e6]), max_batch_size=1)
     assert isinstance(whole.profile, StagedProfile)

@@ -117,7 +117,7 @@ def _prior_of(
     profile: LatencyProfile | str | os.PathLike[str] | None, model: StagedModel
 ) -> Prior | None:
     if profile is None:
-        return model.profile
+        return None
     if isinstance(profile, LatencyProfile):
         _check_stages(profile, model)
         return profile
