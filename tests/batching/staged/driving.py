@@ -25,7 +25,6 @@ from trims_shim.batching.protocol import (
     Request,
     Run,
 )
-from trims_shim.batching.rules import Rule
 from trims_shim.batching.staged.activations import EarlyExit, Stepped
 from trims_shim.batching.staged.flow import NotJoinable, join, take
 from trims_shim.batching.staged.mechanism.batches import Part, Piece
@@ -233,8 +232,3 @@ class Wild(StagedRule):
             return ()
         first = self.randoms.randint(1, part.size - 1)
         return first, part.size - first
-
-
-def immediately_wild(profile: Any, *, max_batch_size: int) -> Rule:
-    """As a maker of rules."""
-    return Wild(profile, max_batch_size=max_batch_size)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from trims_shim.batching.staged.activations import Shared
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.slicing.block_calls import BlockCalls, Prelude, Shell
 from trims_shim.batching.staged.slicing.cutting import Cut, even_cuts
-from trims_shim.batching.staged.slicing.examples import Example, check_stages
+from trims_shim.batching.staged.slicing.examples import Example, check_stages, stage_times
 from trims_shim.batching.staged.slicing.tracing import Compiler, check_evaluates
 from trims_shim.batching.torch_settings import torch_in_this_thread
 from trims_shim.errors import StagingError
@@ -28,7 +27,6 @@ __all__ = ["BlockStage", "slice_blocks"]
 
 _STAGES = 4
 """Where nothing speaks for another number."""
-_REPEATS = 5
 _KINDS = 64
 _SHARE = 0.2
 """Of the time before the blocks: a larger share is warned of, as stages may gain no more."""
@@ -43,7 +41,6 @@ def slice_blocks(
     *,
     blocks: str | None = None,
     compiler: Compiler | None = None,
-    clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> StagedModel:
     """A ``torch.nn.Module`` as a :class:`StagedModel` that computes the same, bit for bit.
 
@@ -66,7 +63,8 @@ def slice_blocks(
     run.check_runs(model)
     body = _body(model, path, run)
     shell = body.shell
-    times_ns = body.measure(run, clock_ns)
+    steps = [BlockStage(body, step, step + 1) for step in range(body.last + 1)]
+    times_ns = stage_times(steps, run)
     _warn_of_twice(shell.name, times_ns)
     cuts = [Cut(position) for position in range(1, len(times_ns))]
     n_stages = min(_STAGES, len(shell.blocks)) if n_stages is None else n_stages
@@ -202,27 +200,6 @@ class _Body:
                     f"there are {rows} rows, and the batch has to be the first axis; try "
                     "slice_model, or write its stages as functions"
                 )
-
-    def measure(self, example: Example, clock_ns: Callable[[], int]) -> list[int]:
-        """The least time of each step with the example."""
-        import torch
-
-        taken_ns: list[list[int]] = [[] for _ in range(self.last + 1)]
-        with torch.no_grad():
-            for _ in range(_REPEATS + 1):
-                value: Any = example.batch()
-                for step in range(self.last + 1):
-                    begin_ns = clock_ns()
-                    value = self.run(value, step)
-                    example.synchronize()
-                    taken_ns[step].append(clock_ns() - begin_ns)
-        return [min(each[1:]) for each in taken_ns]
-
-    def run(self, value: Any, step: int) -> Any:
-        """Run one step; the first gets the batch."""
-        if not step:
-            return self.begin(value)
-        return self.end(value) if step == self.last else self.through(value, step - 1, step)
 
 
 class _Kind:

@@ -7,6 +7,7 @@ mapping of keyword arguments. Each tensor in it with any axis has the batch as i
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +15,12 @@ from trims_shim.batching.staged.flow import NotJoinable, join, take
 from trims_shim.errors import StagingError
 from trims_shim.printable import first_line
 
-__all__ = ["Example", "are_identical", "check_stages", "has_same_rows"]
+__all__ = ["Example", "are_identical", "check_stages", "has_same_rows", "stage_times"]
 
 _NEAR = 0.1
 """Results may differ by this share of the largest magnitude."""
+_REPEATS = 5
+"""For times."""
 
 
 class Example:
@@ -130,6 +133,19 @@ class Example:
                 f"{type(model).__name__} does not run with the example: {first_line(error)}. Give "
                 "a batch of its inputs"
             ) from error
+
+
+def stage_times(stages: Sequence[Callable[..., Any]], example: Example) -> list[int]:
+    """The least time of each stage; first runs, in which compilers compile, do not count."""
+    taken_ns: list[list[int]] = [[] for _ in stages]
+    for _ in range(_REPEATS):
+        value: Any = example.batch()
+        for number, stage in enumerate(stages):
+            begin_ns = time.perf_counter_ns()
+            value = stage(value) if number else stage(*value)
+            example.synchronize()
+            taken_ns[number].append(time.perf_counter_ns() - begin_ns)
+    return [min(each[1:]) for each in taken_ns]
 
 
 def check_stages(

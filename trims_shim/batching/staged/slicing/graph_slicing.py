@@ -8,7 +8,6 @@ Source: DVABatch (ATC'22), section 6.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from trims_shim.batching.arguments import whole
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.profiles.diversity import preferred_size
-from trims_shim.batching.staged.slicing.examples import Example, check_stages
+from trims_shim.batching.staged.slicing.examples import check_stages, stage_times
 from trims_shim.batching.staged.slicing.graph_stages import GraphStage
 from trims_shim.batching.staged.slicing.tracing import Compiler, TracedModel
 
@@ -32,7 +31,6 @@ _CHANGE = 4
 the one before, and two measurements of the same operations differ by one of these steps."""
 _MOST_STAGES = 8
 """More gain nothing, and each costs a change of batches (DVABatch found 20 to be too many)."""
-_REPEATS = 4
 _STAGES = 4
 """Where nothing speaks for another number."""
 
@@ -90,7 +88,7 @@ def _recut(traced: TracedModel, positions: Sequence[int], compiler: Compiler) ->
     Within a stage, operations keep their shares of its time: a compiled stage does not show them.
     """
     times_ns = traced.measure()
-    taken_ns = _stage_times(_compiled(traced.stages(positions), compiler), traced.example)
+    taken_ns = stage_times(_compiled(traced.stages(positions), compiler), traced.example)
     borders = [0, *positions, len(times_ns)]
     scaled = [
         round(each * taken / max(sum(times_ns[begin:end]), 1))
@@ -98,19 +96,6 @@ def _recut(traced: TracedModel, positions: Sequence[int], compiler: Compiler) ->
         for each in times_ns[begin:end]
     ]
     return traced.even(len(positions) + 1, scaled)
-
-
-def _stage_times(stages: Sequence[GraphStage], example: Example) -> list[int]:
-    """The least time of each stage; first runs, in which compilers compile, do not count."""
-    taken_ns: list[list[int]] = [[] for _ in stages]
-    for _ in range(_REPEATS):
-        value: Any = example.batch()
-        for number, stage in enumerate(stages):
-            begin_ns = time.perf_counter_ns()
-            value = stage(value) if number else stage(*value)
-            example.synchronize()
-            taken_ns[number].append(time.perf_counter_ns() - begin_ns)
-    return [min(each[1:]) for each in taken_ns]
 
 
 def _where_preferred_changes(traced: TracedModel) -> list[int]:
