@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from tests.batching.staged.driving import Wild
 from tests.batching.staged.rules import joining, splitting
 from tests.batching.waiting import LONG_S, Gate, join, start, wait_until
 from trims_shim.batching import Batcher
@@ -1082,22 +1083,6 @@ def test_nothing_is_kept_of_an_error(failing: int) -> None:
 
 
 # --- all of it at once ----------------------------------------------------------------------------
-
-
-class Wild(StagedRule):
-    """Anything that is allowed."""
-
-    randoms = random.Random(5)
-
-    def choose(self, now_ns: int) -> int:
-        return self.randoms.randint(1, self.room())
-
-    def stretch(self, now_ns: int, batch: Any, room: int) -> int:
-        return self.randoms.randint(0, room)
-
-    def split(self, now_ns: int, part: Any) -> Any:
-        first = self.randoms.randint(1, part.size)
-        return (first, part.size - first) if first < part.size else ()
 
 
 def wild_model(stages: int, *, has_loop: bool) -> StagedModel:
