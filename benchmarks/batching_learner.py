@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from trims_shim.batching.protocol import Action, Drop, Event, Finished
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.staged.drivers.jobs import StageJob
 from trims_shim.batching.staged.drivers.learning import StagedLearning
-from trims_shim.batching.staged.scheduler import RunStage, StageEnded
+from trims_shim.batching.staged.scheduler import RunStage, StagedBatching, StageEnded
 
 __all__ = ["Learner", "StagedLearner"]
 
@@ -67,11 +68,8 @@ class StagedLearner(Learner):
         return StagedLearning(
             maker,
             stages=self._stages,
-            is_whole=False,
             has_loop=False,
-            pairs=2,
-            max_active=None,
-            may_run_whole=True,
+            batching=functools.partial(StagedBatching, stages=self._stages),
             **options,
         )
 

@@ -107,14 +107,16 @@ class Learning:
         batch_sizes: Sequence[int] | None,
         prior: Prior | None,
         store: Callable[[], ProfileStore | None],
+        batching: Callable[..., Batching] = Batching,
     ) -> None:
         """``prior`` is the user's; without one, ``store()`` is asked for profiles of ``name``.
 
-        Raises TypeError if ``maker`` makes no Rule.
+        ``batching`` makes policies of rules. Raises TypeError if ``maker`` makes no Rule.
         """
         self.name = name
         self.max_batch_size = max_batch_size
         self._maker = maker
+        self._batching = batching
         self._max_batch_weight = max_batch_weight
         self._devices = devices
         self._batch_sizes = batch_sizes
@@ -144,7 +146,9 @@ class Learning:
 
     def make_policy(self) -> Policy:
         """Return a new policy that starts from what was learned."""
-        return Batching(self._make_rule, devices=self._devices, max_weight=self._max_batch_weight)
+        return self._batching(
+            self._make_rule, devices=self._devices, max_weight=self._max_batch_weight
+        )
 
     def profile(self, key: Hashable = None) -> LatencyProfile:
         """Return the present profile of a key."""

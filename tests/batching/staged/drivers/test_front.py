@@ -423,4 +423,4 @@ def test_only_lanes_of_a_processor_run_whole_batches(monkeypatch: pytest.MonkeyP
             max_active=None,
         )  # fmt: skip
         made: Any = kind.learning
-        assert made.keywords["may_run_whole"] is expected
+        assert made.keywords["batching"].keywords["may_run_whole"] is expected

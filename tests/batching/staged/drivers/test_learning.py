@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,7 @@ MS = 1_000_000
 
 def make(**options: Any) -> StagedLearning:
     defaults: dict[str, Any] = {
-        "stages": 2, "is_whole": False, "has_loop": False, "pairs": 2, "max_active": None,
-        "may_run_whole": True,
+        "stages": 2, "has_loop": False, "batching": functools.partial(StagedBatching, stages=2),
         "name": None, "max_batch_size": 8, "max_batch_weight": None, "devices": 1,
         "batch_sizes": None, "prior": None, "store": lambda: None,
     }  # fmt: skip
@@ -235,7 +235,7 @@ def test_a_profile_by_which_nothing_is_in_time_is_doubted() -> None:
 
 
 def test_one_stage_has_a_plain_policy() -> None:
-    learning = make(stages=1, is_whole=True)
+    learning = make(stages=1, batching=Batching)
     policy, rule = with_rule(learning)
     assert type(policy) is Batching
     assert isinstance(rule.profile, StagedProfile)

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from trims_shim.batching.drivers.engine import Engine
-from trims_shim.batching.drivers.options import Options
-from trims_shim.batching.drivers.threads import ThreadDispatch
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.staged.drivers.dispatch import StagedDispatch
@@ -22,19 +20,14 @@ __all__ = ["StagedEngine", "UnboundEngine"]
 
 
 class StagedEngine(Engine):
-    """An engine whose threads run stages; with ``is_whole``, the model as a plain function."""
+    """An engine whose threads run stages, or a model of one stage as a plain function."""
 
-    def __init__(
-        self, function: StagedFunction, options: Options, *, slo_ns: int, is_whole: bool
-    ) -> None:
-        self._staged = function
-        dispatch = ThreadDispatch if is_whole else StagedDispatch
-        super().__init__(function, options, slo_ns=slo_ns, dispatch=dispatch)
+    function: StagedFunction
 
     @property
     def model(self) -> StagedModel:
         """The staged model."""
-        return self._staged.model
+        return self.function.model
 
     def stage_stats(self) -> StagedStats:
         """Return the statistics of stages so far."""
@@ -42,7 +35,7 @@ class StagedEngine(Engine):
         if isinstance(dispatch, StagedDispatch):
             return dispatch.stages.snapshot()
         if dispatch is None:  # before the first request
-            return StageRecord(len(self._staged.model)).snapshot()
+            return StageRecord(len(self.function.model)).snapshot()
         stats = dispatch.stats()
         stage = StageStats(stats.batch_sizes, stats.busy_total_s)
         return StagedStats(
@@ -50,7 +43,7 @@ class StagedEngine(Engine):
         )
 
     def _measured(self, request: Request, *, repeats: int, limit_ns: int) -> LatencyProfile:
-        staged, clock, entry = self._staged, self.options.clock_ns, request.payload
+        staged, clock, entry = self.function, self.options.clock_ns, request.payload
         learning = self.options.learning
         assert isinstance(learning, StagedLearning)
         sizes = learning.sizes_to_measure()

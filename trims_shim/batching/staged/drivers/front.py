@@ -13,8 +13,11 @@ from trims_shim.batching.buckets import bucket_in
 from trims_shim.batching.drivers.engine import EngineKind
 from trims_shim.batching.drivers.lanes import CpuLane, Lane, lane_of
 from trims_shim.batching.drivers.learning import Prior
+from trims_shim.batching.drivers.threads import ThreadDispatch
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.rules import RuleMaker
+from trims_shim.batching.single import Batching
+from trims_shim.batching.staged.drivers.dispatch import StagedDispatch
 from trims_shim.batching.staged.drivers.engine import StagedEngine, UnboundEngine
 from trims_shim.batching.staged.drivers.functions import StagedFunction
 from trims_shim.batching.staged.drivers.learning import StagedLearning
@@ -22,6 +25,7 @@ from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.policies.registry import STAGED_POLICIES, staged_rule_maker
 from trims_shim.batching.staged.profiles.profile_files import SavedStages, load_saved_stages
 from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
+from trims_shim.batching.staged.scheduler import StagedBatching
 
 __all__ = ["STAGED_POLICIES", "staged_kind", "unbound_kind"]
 
@@ -55,6 +59,14 @@ def staged_kind(
     # On a GPU, only lanes wait until what they have called is done.
     may_run_whole = all(isinstance(lane, CpuLane) for lane in lanes)
     is_whole = is_whole and may_run_whole
+    staged = functools.partial(
+        StagedBatching,
+        stages=len(model),
+        pairs=pairs,
+        has_loop=model.loop is not None,
+        max_active=max_active,
+        may_run_whole=may_run_whole,
+    )
     return EngineKind(
         function=functools.partial(
             StagedFunction, model=model, has_function=has_function, lanes=lanes
@@ -62,15 +74,14 @@ def staged_kind(
         learning=functools.partial(
             StagedLearning,
             stages=len(model),
-            is_whole=is_whole,
             has_loop=model.loop is not None,
-            pairs=pairs,
-            max_active=max_active,
-            may_run_whole=may_run_whole,
+            batching=Batching if is_whole else staged,
             # A second stream that the user did not ask for is used only if it is known to gain.
             width=0.0 if devices is None and len(lanes) > 1 else None,
         ),
-        engine=functools.partial(StagedEngine, is_whole=is_whole),
+        engine=functools.partial(
+            StagedEngine, dispatch=ThreadDispatch if is_whole else StagedDispatch
+        ),
         devices=len(lanes),
         maker=staged_rule_maker("dvabatch" if policy is None else policy),
         prior=_prior_of(profile, model),
@@ -85,7 +96,7 @@ def unbound_kind(of_model: Callable[..., EngineKind]) -> EngineKind:
     """
     nobody = StagedModel([_nobody])
     kind = of_model(nobody, profile=None, devices=None)
-    return replace(kind, engine=functools.partial(UnboundEngine, is_whole=True))
+    return replace(kind, engine=UnboundEngine)
 
 
 def _nobody(*batch: Any) -> Any:

@@ -20,7 +20,6 @@ from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.staged.drivers.jobs import StageJob
 from trims_shim.batching.staged.profiles.learning import LearnedStages
 from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
-from trims_shim.batching.staged.scheduler import StagedBatching
 
 __all__ = ["StagedLearning"]
 
@@ -29,11 +28,9 @@ _UNREACHED: Mapping[int, float] = {1: 1.0}
 
 
 class StagedLearning(Learning):
-    """Makes policies for a model of ``stages`` stages, and keeps their profiles fresh.
+    """Keeps the profiles of a model of ``stages`` stages fresh.
 
-    ``pairs``, ``has_loop``, ``max_active`` and ``may_run_whole`` are those of
-    :class:`StagedBatching`. ``width`` is assumed for the device where it was not measured. With
-    ``is_whole`` the only stage runs like any function, under a plain :class:`Batching`.
+    ``width`` is assumed for the device where it was not measured.
     """
 
     def __init__(
@@ -41,40 +38,16 @@ class StagedLearning(Learning):
         maker: RuleMaker,
         *,
         stages: int,
-        is_whole: bool,
         has_loop: bool,
-        pairs: int,
-        max_active: int | None,
-        may_run_whole: bool,
         width: float | None = None,
         **others: Any,
     ) -> None:
         """``others`` are those of :class:`Learning`."""
-        # Set these first: the base class makes a policy to check that it can.
+        # Set these first: the base class makes a rule to check that it can.
         self._parts = stages
-        self._is_whole = is_whole
-        self._has_loop = has_loop
-        self._pairs = pairs
-        self._max_active = max_active
-        self._may_run_whole = may_run_whole
         self._width = width
         super().__init__(maker, **others)
         self.mixes_lengths = self.mixes_lengths and not has_loop
-
-    def make_policy(self) -> Policy:
-        """See :class:`Learning`."""
-        if self._is_whole:
-            return super().make_policy()
-        return StagedBatching(
-            self._make_rule,
-            stages=self._parts,
-            devices=self._devices,
-            pairs=self._pairs,
-            has_loop=self._has_loop,
-            max_active=self._max_active,
-            max_weight=self._max_batch_weight,
-            may_run_whole=self._may_run_whole,
-        )
 
     def _learn(self, policy: Policy, job: Job) -> bool:
         if isinstance(job, StageJob) and job.is_beside:
