@@ -40,6 +40,7 @@ from trims_shim.batching.collating.collate import Collate, CollateSpec
 from trims_shim.batching.drivers.dispatch import Dispatch
 from trims_shim.batching.drivers.engine import Engine, EngineKind
 from trims_shim.batching.drivers.instances import Beside, Inside
+from trims_shim.batching.drivers.learning import Learning
 from trims_shim.batching.drivers.options import Options
 from trims_shim.batching.drivers.replies import BatchFuture, BlockedCall, Entry, Reply
 from trims_shim.batching.drivers.streams import END, StreamReply
@@ -240,13 +241,11 @@ class Batcher(Generic[Item, Result, Piece]):
         # Without self: in a cycle a batcher would outlive its last reference.
         def make_engine(kind: EngineKind, takes_owner: bool) -> Engine:
             learning = kind.learning(
-                kind.maker,
                 name=kept_as,
                 max_batch_size=max_batch_size,
                 max_batch_weight=max_batch_weight,
                 devices=kind.devices,
                 batch_sizes=batch_sizes,
-                prior=kind.prior,
                 store=open_store,
             )
             batch_function = kind.function(
@@ -687,11 +686,8 @@ def _plain_kind(
         )
     if isinstance(policy, str) and policy not in POLICIES and policy in _staged().STAGED_POLICIES:
         raise ValueError(f"policy {policy!r} is for models in stages: give one with model=")
-    return EngineKind(
-        devices=count,
-        maker=rule_maker("auto" if policy is None else policy),
-        prior=prior_of(profile),
-    )
+    maker = rule_maker("auto" if policy is None else policy)
+    return EngineKind(count, functools.partial(Learning, maker, prior=prior_of(profile)))
 
 
 @functools.cache

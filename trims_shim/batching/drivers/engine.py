@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from trims_shim.batching.drivers.dispatch import Dispatch
 from trims_shim.batching.drivers.functions import BatchFunction
-from trims_shim.batching.drivers.learning import Learning, Prior
+from trims_shim.batching.drivers.learning import Learning
 from trims_shim.batching.drivers.options import Options
 from trims_shim.batching.drivers.replies import Entry, Failure, Seat
 from trims_shim.batching.drivers.threads import ThreadDispatch, join_workers
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.profiles.profiling import measure
 from trims_shim.batching.protocol import Request
-from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.statistics import BatcherStats, Record
 from trims_shim.errors import BatcherClosed
 
@@ -285,10 +284,8 @@ class EngineKind:
     """What a :class:`~trims_shim.batching.batcher.Batcher` makes its engine of."""
 
     devices: int
-    maker: RuleMaker
-    prior: Prior | None
+    learning: Callable[..., Learning]
     function: Callable[..., BatchFunction] = BatchFunction
-    learning: Callable[..., Learning] = Learning
     engine: Callable[..., Engine] = Engine
 
 

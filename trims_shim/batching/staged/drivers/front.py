@@ -73,6 +73,8 @@ def staged_kind(
         ),
         learning=functools.partial(
             StagedLearning,
+            staged_rule_maker("dvabatch" if policy is None else policy),
+            prior=_prior_of(profile, model),
             stages=len(model),
             has_loop=model.loop is not None,
             batching=Batching if is_whole else staged,
@@ -83,8 +85,6 @@ def staged_kind(
             StagedEngine, dispatch=ThreadDispatch if is_whole else StagedDispatch
         ),
         devices=len(lanes),
-        maker=staged_rule_maker("dvabatch" if policy is None else policy),
-        prior=_prior_of(profile, model),
     )
 
 
