@@ -26,10 +26,7 @@ class Learner:
             maker,
             name=None,
             max_batch_size=max_batch_size,
-            max_batch_weight=None,
             devices=1,
-            batch_sizes=None,
-            prior=None,
             store=lambda: None,
         )
         self._policy = self._learning.make_policy()

@@ -47,9 +47,7 @@ class ManualDispatch(Dispatch):
                 make_rule,
                 name=None,
                 max_batch_size=3,
-                max_batch_weight=None,
                 devices=devices,
-                batch_sizes=None,
                 prior=profile,
                 store=lambda: None,
             ),
@@ -64,9 +62,7 @@ class ManualDispatch(Dispatch):
         function = BatchFunction(
             lambda items: items,
             collate="list",
-            batch_sizes=None,
             isolate_failures=True,
-            takes_owner=False,
             name="function",
         )
         super().__init__(function, options)

@@ -14,9 +14,7 @@ from trims_shim.errors import BadBatch
 
 
 def make(function: Any, **options: Any) -> BatchFunction:
-    defaults: dict[str, Any] = {
-        "collate": "list", "batch_sizes": None, "isolate_failures": True, "takes_owner": False,
-    }  # fmt: skip
+    defaults: dict[str, Any] = {"collate": "list", "isolate_failures": True}
     return BatchFunction(function, name="function", **{**defaults, **options})
 
 

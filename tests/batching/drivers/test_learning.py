@@ -30,8 +30,7 @@ MS = 1_000_000
 
 def make(**options: Any) -> Learning:
     defaults: dict[str, Any] = {
-        "name": None, "max_batch_size": 8, "max_batch_weight": None, "devices": 1,
-        "batch_sizes": None, "prior": None, "store": lambda: None,
+        "name": None, "max_batch_size": 8, "devices": 1, "store": lambda: None,
     }  # fmt: skip
     return Learning(options.pop("maker", EarlyDrop), **{**defaults, **options})
 
@@ -197,11 +196,7 @@ def test_a_key_that_comes_again_is_not_forgotten_for_those_that_come_once(
     [(Auto, True), (functools.partial(Auto, margin_ms=1), True), (EarlyDrop, False)],
 )
 def test_which_policies_let_lengths_share_a_batch(maker: Any, mixes: bool) -> None:
-    learning = Learning(
-        maker, name=None, max_batch_size=8, max_batch_weight=None, devices=1, batch_sizes=None,
-        prior=None, store=lambda: None,
-    )  # fmt: skip
-    assert learning.mixes_lengths == mixes
+    assert make(maker=maker).mixes_lengths == mixes
 
 
 def test_late_requests_have_a_rule_that_serves_them() -> None:

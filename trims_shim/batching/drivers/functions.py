@@ -37,10 +37,10 @@ class BatchFunction:
         function: Callable[..., Any],
         *,
         collate: CollateSpec,
-        batch_sizes: Sequence[int] | None,
         isolate_failures: bool,
-        takes_owner: bool,
         name: str,
+        batch_sizes: Sequence[int] | None = None,
+        takes_owner: bool = False,
         by_length: bool = False,
     ) -> None:
         self.function = function

@@ -102,11 +102,11 @@ class Learning:
         *,
         name: str | None,
         max_batch_size: int,
-        max_batch_weight: int | None,
         devices: int,
-        batch_sizes: Sequence[int] | None,
-        prior: Prior | None,
         store: Callable[[], ProfileStore | None],
+        max_batch_weight: int | None = None,
+        batch_sizes: Sequence[int] | None = None,
+        prior: Prior | None = None,
         batching: Callable[..., Batching] = Batching,
     ) -> None:
         """``prior`` is the user's; without one, ``store()`` is asked for profiles of ``name``.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 from trims_shim.batching.drivers.jobs import Job
 from trims_shim.batching.drivers.learning import LateKey, Learning, plain_key
@@ -21,7 +22,6 @@ from trims_shim.batching.policies.immediate import Immediate
 from trims_shim.batching.policies.preemptible import PreemptibleModel, even_exits
 from trims_shim.batching.profiles.learning import LearnedProfile
 from trims_shim.batching.profiles.profile import LatencyProfile
-from trims_shim.batching.profiles.profile_store import ProfileStore
 from trims_shim.batching.protocol import Action, Event, Policy, Preempt, Preempted, Request
 
 __all__ = ["FlexDispatch", "FlexJob", "FlexLearning"]
@@ -70,27 +70,16 @@ class FlexLearning(Learning):
         make_flex: Callable[[], Flex],
         stages_of: Callable[[str], int],
         *,
-        name: str | None,
-        max_batch_size: int,
-        devices: int,
         priors: Mapping[str, LatencyProfile | None],
-        store: Callable[[], ProfileStore | None],
+        **others: Any,
     ) -> None:
+        """``others`` are those of :class:`Learning`."""
         # First: the base class makes a policy, to see whether that can be done.
         self._make_flex = make_flex
         self._stages_of = stages_of
         self._priors = priors
         self._exits: dict[Hashable, tuple[float, ...]] = {}
-        super().__init__(
-            Immediate,
-            name=name,
-            max_batch_size=max_batch_size,
-            max_batch_weight=None,
-            devices=devices,
-            batch_sizes=None,
-            prior=None,
-            store=store,
-        )
+        super().__init__(Immediate, **others)
 
     def make_policy(self) -> Policy:
         """See :class:`Learning`."""

@@ -54,9 +54,7 @@ class _Model:
             device: BatchFunction(
                 model,
                 collate=collate,
-                batch_sizes=None,
                 isolate_failures=isolates,
-                takes_owner=False,
                 name=name,
             )
             for device, model in staged.items()

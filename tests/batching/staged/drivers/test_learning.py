@@ -32,8 +32,7 @@ MS = 1_000_000
 def make(**options: Any) -> StagedLearning:
     defaults: dict[str, Any] = {
         "stages": 2, "has_loop": False, "batching": functools.partial(StagedBatching, stages=2),
-        "name": None, "max_batch_size": 8, "max_batch_weight": None, "devices": 1,
-        "batch_sizes": None, "prior": None, "store": lambda: None,
+        "name": None, "max_batch_size": 8, "devices": 1, "store": lambda: None,
     }  # fmt: skip
     return StagedLearning(joining, **{**defaults, **options})
 

@@ -22,9 +22,7 @@ Keep = [lambda items: items]
 
 
 def runner(model: StagedModel, *, collate: Any = "list", **options: Any) -> StageRunner:
-    function = BatchFunction(
-        model, collate=collate, batch_sizes=None, isolate_failures=True, takes_owner=False, name="m"
-    )
+    function = BatchFunction(model, collate=collate, isolate_failures=True, name="m")
     return StageRunner(model, function, **{"lanes": [CpuLane()], **options})
 
 

@@ -84,15 +84,11 @@ class StagedFunction(BatchFunction):
             )
         self.model = model
         self.lanes = tuple(lanes)
+        # Without owner: the model already belongs to it.
         made = functools.partial(
-            BatchFunction,
-            collate=collate,
-            isolate_failures=isolate_failures,
-            takes_owner=False,  # the model already belongs to its owner
-            name=name,
+            BatchFunction, collate=collate, isolate_failures=isolate_failures, name=name
         )
-        whole = made(model, batch_sizes=None)
-        self._runner = StageRunner(model, whole, lanes=lanes, batch_sizes=batch_sizes)
+        self._runner = StageRunner(model, made(model), lanes=lanes, batch_sizes=batch_sizes)
         self._in_pieces = made(functools.partial(_in_pieces, model), batch_sizes=batch_sizes)
         self._has_function = has_function
         self._checked: set[Hashable] = set()
