@@ -13,7 +13,6 @@ from typing import Any
 
 from trims_shim.batching.drivers.jobs import Job
 from trims_shim.batching.drivers.learning import LateKey, Learning, plain_key
-from trims_shim.batching.drivers.options import Options
 from trims_shim.batching.drivers.threads import ThreadDispatch
 from trims_shim.batching.flex.exit_points import ExitPoints
 from trims_shim.batching.flex.models import FlexFunctions
@@ -157,11 +156,8 @@ class FlexDispatch(ThreadDispatch):
     """Threads that run staged models under a :class:`Flex`."""
 
     _job_type = FlexJob
-
-    def __init__(self, function: FlexFunctions, options: Options) -> None:
-        self._functions = function
-        # It has what a dispatch uses of a BatchFunction; subclassing would add nothing.
-        super().__init__(function, options)  # type: ignore[arg-type]
+    # It has what a dispatch uses of a BatchFunction; subclassing would add nothing.
+    function: FlexFunctions  # type: ignore[assignment]
 
     # --- a thread that runs a batch ---------------------------------------------------------------
 
@@ -174,8 +170,8 @@ class FlexDispatch(ThreadDispatch):
         if not entries:
             job.end(clock_ns(), [])
             return
-        points = ExitPoints(job.is_unwanted, self._functions.lanes[job.device], clock_ns)
-        results = self._functions.run_staged(entries, job.device, points)
+        points = ExitPoints(job.is_unwanted, self.function.lanes[job.device], clock_ns)
+        results = self.function.run_staged(entries, job.device, points)
         job.marks_ns = points.marks_ns
         if results is None:
             job.give_up(clock_ns())

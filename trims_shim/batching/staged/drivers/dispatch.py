@@ -35,19 +35,20 @@ _logger = logging.getLogger(__name__)
 class StagedDispatch(ThreadDispatch):
     """See the module docstring. Its policy is a StagedBatching with the model's stages."""
 
+    function: StagedFunction
+
     def __init__(self, function: StagedFunction, options: Options) -> None:
-        self._staged = function
+        super().__init__(function, options)
         self._last = len(function.model) - 1
         self._has_loop = function.model.loop is not None
         self._end_stage = None if self._has_loop else self._last
         """The stage whose end answers all its requests; None if the last stage is a loop."""
-        super().__init__(function, options)
 
     def _set_up(self) -> None:
         super()._set_up()
         self._active: dict[int, Request] = {}
         """Requests that have left the queue and are not answered, by number."""
-        self.stages = StageRecord(len(self._staged.model))
+        self.stages = StageRecord(len(self.function.model))
         self._news = 0
         """The number of events so far."""
 
@@ -66,15 +67,15 @@ class StagedDispatch(ThreadDispatch):
         is_second, job.has_started = job.has_started, True
         if is_second and job.stage:
             # The thread was interrupted; the stage may have modified its activations in place.
-            return self._staged.instead(job.live or [])
+            return self.function.instead(job.live or [])
         if not pieces:
             return StageOutput()
-        output = self._staged.run_stage(job.stage, pieces, device=job.device)
+        output = self.function.run_stage(job.stage, pieces, device=job.device)
         while job.may_run_on(output) and job.news == self._news and not self._inbox:
             is_end = job.through + 1 == self._end_stage
             if not job.run_on(self.options.clock_ns(), is_end=is_end):
                 break
-            output = self._staged.run_stage(job.through, output.pieces, device=job.device)
+            output = self.function.run_stage(job.through, output.pieces, device=job.device)
         return output
 
     # --- under the lock: actions ------------------------------------------------------------------
@@ -97,7 +98,7 @@ class StagedDispatch(ThreadDispatch):
         self._set_out(job)
 
     def _job_of(self, action: RunStage) -> StageJob:
-        loop = self._staged.model.loop
+        loop = self.function.model.loop
         return StageJob(
             action,
             self._era,

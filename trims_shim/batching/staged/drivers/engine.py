@@ -43,7 +43,7 @@ class StagedEngine(Engine):
         )
 
     def _measured(self, request: Request, *, repeats: int, limit_ns: int) -> LatencyProfile:
-        staged, clock, entry = self.function, self.options.clock_ns, request.payload
+        staged, entry = self.function, request.payload
         learning = self.options.learning
         assert isinstance(learning, StagedLearning)
         sizes = learning.sizes_to_measure()
@@ -51,26 +51,11 @@ class StagedEngine(Engine):
         def batch(size: int) -> Sequence[Any]:
             return staged.arguments_of([entry] * size)
 
-        durations_ns = measure_stages(
-            staged.model,
-            batch,
-            sizes,
-            repeats=repeats,
-            clock=clock,
-            limit_ns=limit_ns,
-            lane=staged.lanes[0],
-        )
+        how: Any = {"repeats": repeats, "clock": self.options.clock_ns, "limit_ns": limit_ns}
+        durations_ns = measure_stages(staged.model, batch, sizes, lane=staged.lanes[0], **how)
         width = None
         if len(staged.lanes) > 1 and staged.model.loop is None:
-            width = measure_width(
-                staged.model,
-                batch,
-                sizes,
-                repeats=repeats,
-                clock=clock,
-                limit_ns=limit_ns,
-                lanes=staged.lanes,
-            )
+            width = measure_width(staged.model, batch, sizes, lanes=staged.lanes, **how)
         return learning.measured_stages(request.key, durations_ns, width=width)
 
 
