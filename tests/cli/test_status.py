@@ -33,7 +33,7 @@ def test_lines_of_many_reasons_fit_a_terminal(warmed: Trims) -> None:
     counts = {f"fallback:a_reason_{number}": number for number in range(1, 9)}
     with handover.new_socket() as client:
         client.connect(str(warmed.sockets / "handover.sock"))
-        hello = messages.Hello(messages.PROTOCOL_VERSION, "1.0", 1, "")
+        hello = messages.Hello(messages.PROTOCOL_VERSION, "1.0", 1)
         for each in (hello, messages.StatsReport({**counts, "served:torch_zip": 1000000})):
             handover.send(client, each)
         lines = warmed("status").stdout.splitlines()
@@ -46,7 +46,7 @@ def test_what_clients_say_of_themselves_steers_no_terminal(warmed: Trims) -> Non
     """Clients of a machine-wide daemon are other users, and root looks at its status."""
     with handover.new_socket() as client:
         client.connect(str(warmed.sockets / "handover.sock"))
-        hello = messages.Hello(messages.PROTOCOL_VERSION, "\x1b[2J1.0", 1, "")
+        hello = messages.Hello(messages.PROTOCOL_VERSION, "\x1b[2J1.0", 1)
         for each in (hello, messages.StatsReport({"fallback:\x1b[2Jreason": 1})):
             handover.send(client, each)
         shown = warmed("status").stdout

@@ -182,7 +182,7 @@ class TestServing:
     def test_a_conversation(self, serve: Callable[[], socket.socket], model: Path) -> None:
         connection = serve()
         assert self.hear(connection) == SourceHashed(blake3(model.read_bytes()).hexdigest())
-        frames.send(connection, duties.PrepareVerdict(True))
+        frames.send(connection, duties.ContentWanted())
         assert self.hear(connection) == PrepareReply(probe="equal")
 
     def test_so_many_files_that_there_is_no_message_for_them(
@@ -214,7 +214,7 @@ class TestServing:
     def test_what_is_no_request(self) -> None:
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            frames.send(ours, duties.PrepareVerdict(True))
+            frames.send(ours, duties.ContentWanted())
             preparer._serve(theirs)
             ours.settimeout(0)
             with pytest.raises(BlockingIOError):

@@ -114,7 +114,7 @@ def yes(hashed: SourceHashed) -> bool:
 
 class TestConversation:
     def test_a_model(self, fakes: Fakes, no_leak: None) -> None:
-        code = "say(hashed); assert hear().is_wanted; write(); say(duties.PrepareReply(probe='p'))"
+        code = "say(hashed); assert hear(); write(); say(duties.PrepareReply(probe='p'))"
         assert fakes.run(code) == PrepareReply(probe="p")
         assert fakes.hashed == [SourceHashed(DIGEST)]
 

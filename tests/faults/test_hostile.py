@@ -433,7 +433,7 @@ FRAMES: dict[str, Callable[[], list[bytes]]] = {
     "a wrong token": lambda: [envelope(admin.StopDaemonRequest(), os.urandom(16))],
     "a long token": lambda: [envelope(admin.StopDaemonRequest(), b"x" * 5000)],
     "a handover message": lambda: [envelope(messages.DrainRequest("9"))],
-    "a reply": lambda: [envelope(admin.StopDaemonReply(1))],
+    "a reply": lambda: [envelope(admin.StopDaemonReply())],
 }
 
 

@@ -45,7 +45,7 @@ def soon() -> float:
 
 def test_messages_arrive_in_order(pair: Pair) -> None:
     ours, theirs = pair
-    sent = [duties.PrepareVerdict(True), duties.PrepareVerdict(False)]
+    sent = [duties.PrepareReply(message="first"), duties.PrepareReply(message="second")]
     for message in sent:
         frames.send(ours, message)
     assert [frames.receive(theirs, deadline_s=soon()) for _ in sent] == sent
@@ -73,16 +73,16 @@ def test_a_message_that_comes_in_pieces() -> None:
 
 def test_the_end(pair: Pair) -> None:
     ours, theirs = pair
-    frames.send(ours, duties.PrepareVerdict(True))
+    frames.send(ours, duties.ContentWanted())
     ours.close()
-    assert frames.receive(theirs, deadline_s=soon()) == duties.PrepareVerdict(True)
+    assert frames.receive(theirs, deadline_s=soon()) == duties.ContentWanted()
     assert frames.receive(theirs, deadline_s=soon()) is None
 
 
 @pytest.mark.parametrize("kept", [1, 3, 4, 5, 20])
 def test_an_end_inside_of_a_message(pair: Pair, kept: int) -> None:
     ours, theirs = pair
-    data = codec.encode(duties.PrepareVerdict(True))
+    data = codec.encode(duties.ContentWanted())
     ours.sendall((struct.pack("<I", len(data)) + data)[:kept])
     ours.close()
     with pytest.raises(MalformedMessage, match="ends"):
@@ -134,8 +134,8 @@ def test_a_deadline_that_is_now(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> 
     ours, theirs = pair
     monkeypatch.setattr(time, "monotonic", lambda: 5.0)
     with pytest.raises(TimeoutError, match="deadline has passed"):
-        frames.send(ours, duties.PrepareVerdict(True), deadline_s=5.0)
+        frames.send(ours, duties.ContentWanted(), deadline_s=5.0)
     with pytest.raises(TimeoutError, match="deadline has passed"):
         frames.receive(theirs, deadline_s=5.0)
-    frames.send(ours, duties.PrepareVerdict(True), deadline_s=5.5)
-    assert frames.receive(theirs, deadline_s=5.5) == duties.PrepareVerdict(True)
+    frames.send(ours, duties.ContentWanted(), deadline_s=5.5)
+    assert frames.receive(theirs, deadline_s=5.5) == duties.ContentWanted()

@@ -248,7 +248,7 @@ def _stop(
     if not request.session.is_privileged:
         raise AccessDenied("only the daemon's own user may stop it")
     server.stop()
-    return admin.StopDaemonReply(os.getpid())
+    return admin.StopDaemonReply()
 
 
 _HANDLERS: dict[type, Callable[[Server, Request, Any], Any]] = {

@@ -249,8 +249,6 @@ class StopDaemonRequest:
 class StopDaemonReply:
     """Response for StopDaemonRequest; the process is gone when the handover socket closes."""
 
-    pid: int
-
 
 # --- events ---------------------------------------------------------------------------------------
 

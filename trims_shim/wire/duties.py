@@ -12,6 +12,7 @@ from trims_shim.specs import Identity
 from trims_shim.wire.messages import SessionRecipe
 
 __all__ = [
+    "ContentWanted",
     "CopyImageRequest",
     "DownloadRequest",
     "ExternalFile",
@@ -20,7 +21,6 @@ __all__ = [
     "PlanUploadRequest",
     "PrepareReply",
     "PrepareRequest",
-    "PrepareVerdict",
     "SourceHashed",
     "UploadFailed",
     "UploadPart",
@@ -174,17 +174,15 @@ class ExternalFile:
 
 @dataclass(frozen=True, slots=True)
 class SourceHashed:
-    """The content that is to be prepared; answered by PrepareVerdict."""
+    """The content that is to be prepared; answered by ContentWanted."""
 
     digest: str
     externals: tuple[ExternalFile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class PrepareVerdict:
-    """``is_wanted``: continue; otherwise the content is prepared already, and the preparer ends."""
-
-    is_wanted: bool
+class ContentWanted:
+    """Go on. A preparer whose content is not wanted is ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ __all__ = [
     "Welcome",
 ]
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Raised with every change that an older peer would misread; tests/wire guards the golden bytes."""
 
 CONTROL_MESSAGE_LIMIT_BYTES = 1 << 20
@@ -70,12 +70,11 @@ COUNTER_NAME_LIMIT = 100
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First packet of a client. ``config_hash`` is not used; it stays, as Hello never changes."""
+    """First packet of a client."""
 
     protocol: int
     package: str
     pid: int
-    config_hash: str = ""
 
 
 @dataclass(frozen=True, slots=True)

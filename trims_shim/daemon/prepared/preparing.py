@@ -157,11 +157,9 @@ class Preparer:
             message = frames.receive(connection, deadline_s=deadline_s)
             if isinstance(message, SourceHashed):
                 _check_hashed(message)
-                is_wanted = decide(message)
-                if not is_wanted:
+                if not decide(message):
                     return None
-                verdict = duties.PrepareVerdict(is_wanted)
-                frames.send(connection, verdict, deadline_s=deadline_s)
+                frames.send(connection, duties.ContentWanted(), deadline_s=deadline_s)
                 message = frames.receive(connection, deadline_s=deadline_s)
         except TimeoutError:
             return _failed("preparer_stalled", f"it took more than {self._timeout_s:g} s")

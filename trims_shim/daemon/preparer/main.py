@@ -81,15 +81,15 @@ def _serve(connection: socket.socket) -> None:
     def ask(hashed: SourceHashed) -> bool:
         try:
             frames.send(connection, hashed)
-            verdict = frames.receive(connection)
+            answer = frames.receive(connection)
         except MessageTooLarge as error:
             raise Refusal("too_many_files", str(error)) from error
         except OSError as error:  # Not the model's fault, as any other one here would be.
             raise WireError(f"the daemon is gone: {error}") from error
-        if not isinstance(verdict, duties.PrepareVerdict):
+        if not isinstance(answer, duties.ContentWanted):
             os._exit(0)
         threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
-        return verdict.is_wanted
+        return True
 
     reply = prepare(request, ask)
     if reply is not None:
