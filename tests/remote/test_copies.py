@@ -168,6 +168,24 @@ def test_what_was_just_downloaded_is_in_use(copies: Copies) -> None:
     assert copies.copies()[0].used_ns > 10
 
 
+def test_what_is_evicted_before_its_download_is_in_use(
+    copies: Copies, before_lock: Callable[..., None], no_leak: None
+) -> None:
+    """The kernel gives an exclusive lock up before it makes it a shared one."""
+    partial = copies.claim("k-1")
+    assert partial is not None
+
+    def evict() -> None:
+        fcntl.flock(partial.descriptor.number, fcntl.LOCK_UN)
+        assert copies.evict("k-1")
+
+    before_lock(evict)
+    with pytest.raises(RemoteError, match="fetch it again"):
+        copies.publish(partial, "k-1")
+    partial.release()
+    assert copies.copies() == []
+
+
 HOLDER = """
 import os, sys
 from trims_shim import config

@@ -166,7 +166,7 @@ class Copies:
         return partial if is_claimed else None
 
     def publish(self, partial: Partial, name: str) -> str:
-        """Give a complete download its name; its directory then. Raises OSError."""
+        """Give a complete download its name; its directory then. Raises OSError, RemoteError."""
         path = os.path.join(self.directory, name)
         _sync_all(partial.path)
         try:
@@ -181,6 +181,9 @@ class Copies:
             os.chmod(file, 0o400)  # Not before: what is resumed is written to.
         os.utime(path, follow_symlinks=False)
         fcntl.flock(partial.descriptor.number, fcntl.LOCK_SH)
+        # The kernel gives the exclusive lock up first: the copy can go in between.
+        if not _is_at(partial.descriptor, path):
+            raise RemoteError(f"{path} was evicted as soon as it was there; fetch it again")
         _filling.discard(partial.descriptor)
         _hold(path, partial.descriptor)
         return path
