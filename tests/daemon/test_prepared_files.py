@@ -6,10 +6,12 @@ import dataclasses
 import fcntl
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from harness import PATIENCE_S, wait_until
 from prepared_models import RECIPE
 
 from trims_shim._version import __version__
@@ -427,6 +429,26 @@ class TestScan:
         finally:
             os.close(other)
 
+    def test_nothing_is_made_while_another_one_cleans_up(
+        self, open_files: Callable[[], PreparedFiles]
+    ) -> None:
+        """It would take it for a leftover."""
+        files = open_files()
+        os.makedirs(files.directory, mode=0o700)
+        other = os.open(files.directory, os.O_RDONLY)
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            making = threading.Thread(target=files.make)
+            making.start()
+            inode = f":{os.fstat(other).st_ino} "
+            wait_until(lambda: not making.is_alive() or _awaited(inode), "it waits")
+            assert names(files) == []
+            fcntl.flock(other, fcntl.LOCK_UN)
+            making.join(PATIENCE_S)
+            assert len(names(files)) == 1
+        finally:
+            os.close(other)
+
     def test_a_live_daemon_is_not_taken_for_dead(
         self, open_files: Callable[[], PreparedFiles]
     ) -> None:
@@ -439,6 +461,12 @@ class TestScan:
             fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
         finally:
             os.close(other)
+
+
+def _awaited(inode: str) -> bool:
+    """Whether somebody waits for a lock of a file."""
+    lines = Path("/proc/locks").read_text().splitlines()
+    return any(" -> " in line and inode in line for line in lines)
 
 
 def refusals_of(files: PreparedFiles, key: str = "") -> list[Path]:

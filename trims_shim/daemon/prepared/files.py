@@ -138,7 +138,7 @@ class PreparedFiles:
             raise NotServed("prepared_off", problem)
         if not os.path.isdir(self.directory):
             return Scan()
-        self._claim()
+        self._claim(is_waiting=False)
         return self._scan()
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class PreparedFiles:
             problem = f"{self.directory} cannot be made: {error}"
         if problem:
             raise NotServed("prepared_off", problem)
-        self._claim()
+        self._claim(is_waiting=True)
         path = os.path.join(self.directory, f"{_MAKING}{os.getpid()}-{secrets.token_hex(8)}")
         os.mkdir(path, 0o700)
         return path
@@ -257,8 +257,13 @@ class PreparedFiles:
     def _refusal_path(self, key: str) -> str:
         return os.path.join(self.directory, key + self._refused)
 
-    def _claim(self) -> None:
-        """Hold the shared lock of the directory as it is now; delete leftovers if we are alone."""
+    def _claim(self, *, is_waiting: bool) -> None:
+        """Hold the shared lock of the directory as it is now; delete leftovers if we are alone.
+
+        Another daemon, which is alone yet, may be deleting, for a moment also where we were alone:
+        the kernel gives an exclusive lock up before it makes it a shared one. ``is_waiting``: wait
+        for it, or it would take what we make for a leftover.
+        """
         status = os.stat(self.directory)
         if self._locked == (status.st_dev, status.st_ino):
             return
@@ -271,9 +276,8 @@ class PreparedFiles:
             for name in os.listdir(self.directory):
                 if name.startswith((_MAKING, _REMOVED)):
                     self.delete(os.path.join(self.directory, name))
-        # Another daemon, which is alone yet, may be deleting: then the next model tries again.
         with contextlib.suppress(OSError):
-            fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, fcntl.LOCK_SH | (0 if is_waiting else fcntl.LOCK_NB))
             self._locked = (status.st_dev, status.st_ino)
 
     def _scan(self) -> Scan:
