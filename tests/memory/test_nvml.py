@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 
 import emulated_cuda as emulation
@@ -77,20 +78,34 @@ def test_the_package_missing_is_none(
     assert nvml.free_bytes(emulated_cuda.ids[0]) is None
 
 
-def test_it_is_initialised_once_also_in_vain(
+def test_it_is_initialised_once_and_after_a_while_again_if_that_failed(
     emulated_cuda: emulation.Emulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import pynvml
 
     tries: list[int] = []
+    initialise, now_s = pynvml.nvmlInit, 1000.0
 
     def fail() -> None:
         tries.append(1)
         raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
 
+    def succeed() -> None:
+        tries.append(2)
+        initialise()
+
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     monkeypatch.setattr(pynvml, "nvmlInit", fail)
     assert [nvml.driver_version() for _ in range(3)] == [None] * 3
     assert tries == [1]
+    monkeypatch.setattr(pynvml, "nvmlInit", succeed)
+    now_s += 29
+    assert nvml.driver_version() is None
+    now_s += 1
+    assert [nvml.driver_version() for _ in range(2)] == ["580.00-emulated"] * 2
+    now_s += 100
+    assert nvml.driver_version() == "580.00-emulated"
+    assert tries == [1, 2]
 
 
 def test_a_forked_child_asks_only_what_its_parent_has_not_used(

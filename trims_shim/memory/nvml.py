@@ -3,7 +3,8 @@
 Owns NVML's initialisation in this process. Devices are found by their id, which is also NVML's UUID
 text: indices differ between NVML and CUDA, and between processes. Every answer is None where NVML
 or the package nvidia-ml-py is absent or does not know. Answers are figures to show and defaults to
-start from, so nothing may depend on them. (The daemon requires the package, but no answers.)
+start from, so nothing may depend on them. (The daemon requires the package, but no answers.) What
+cannot be initialised is tried again half a minute later: drivers come up after daemons.
 
 A child forked from a process that has used NVML gets None: NVML's locks may be held in it for ever.
 The first question blocks for some ms, the others for far less than one. Any thread may ask.
@@ -15,6 +16,7 @@ import importlib
 import importlib.util
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -32,6 +34,7 @@ __all__ = [
 INSTALL = 'pip install "trims-shim[cuda13]" (or cuda12)'
 """How to install the package."""
 
+_TRY_AGAIN_S = 30.0
 _Answer = TypeVar("_Answer")
 
 
@@ -83,12 +86,15 @@ class _Process:
         self.is_used = False
         self.is_forked = is_forked
         self.nvml: Any = None
+        self._next_try_s = 0.0
 
     def open(self) -> Any:
-        """Return the module pynvml, initialised once; None where that is not possible."""
+        """Return the module pynvml, initialised; None where that is not possible now."""
         with self.lock:
-            if not self.is_used and not self.is_forked:
+            now_s = time.monotonic()
+            if self.nvml is None and not self.is_forked and now_s >= self._next_try_s:
                 self.is_used = True
+                self._next_try_s = now_s + _TRY_AGAIN_S
                 self.nvml = _initialised()
             return self.nvml
 
