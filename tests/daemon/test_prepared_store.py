@@ -249,6 +249,7 @@ class TestRoom:
         answer = store.open(asking(flight="large", key=C), 4, may_start=True)
         assert isinstance(answer, Failure)
         assert answer.reason == "no_space"
+        assert "15 B do not fit the cache of prepared models: 5 B too many" in answer.message
         assert "TRIMS_PREPARED_BYTES" in answer.message
 
     def test_no_space_does_not_last(self) -> None:

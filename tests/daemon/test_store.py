@@ -565,7 +565,7 @@ class TestTiers:
         )
         (refused,) = store.open(opening(), 1)
         assert isinstance(refused, RefuseRequest)
-        assert "10 B do not fit the tier of GPU-1: budget 5 B," in str(refused.error)
+        assert "10 B do not fit the tier of GPU-1: 5 B too many; budget 5 B," in str(refused.error)
         assert "raise TRIMS_DEVICE_BYTES" in str(refused.error)
 
     def test_what_was_known_of_an_image_goes_with_it(self) -> None:

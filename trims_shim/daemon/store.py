@@ -354,8 +354,9 @@ class Store:
         Raises NoSpace if it does not fit without evicting anything.
         """
         needed = self._footprint_bytes(size_bytes)
-        if self._missing_bytes(needed, withheld_bytes) > 0:
-            raise self._no_space("an image of another tier", needed, withheld_bytes)
+        lacking = self._missing_bytes(needed, withheld_bytes)
+        if lacking > 0:
+            raise self._no_space("an image of another tier", needed, lacking, withheld_bytes)
         ingest = next(self._numbers)
         self._begin(ingest, _Ingest(identities, names, size_bytes, needed))
         return ingest
@@ -587,8 +588,9 @@ class Store:
         missing = self._missing_bytes(needed_bytes, withheld_bytes)
         chosen = self._choose_victims(missing)
         # All or nothing: no image is dropped for a request that is still refused.
-        if sum(image.resident_bytes for image in chosen) < missing:
-            raise self._no_space(name, needed_bytes, withheld_bytes)
+        lacking = missing - sum(image.resident_bytes for image in chosen)
+        if lacking > 0:
+            raise self._no_space(name, needed_bytes, lacking, withheld_bytes)
         return [action for image in chosen for action in self._drop(image)]
 
     def _missing_bytes(self, needed_bytes: int, withheld_bytes: int) -> int:
@@ -617,7 +619,8 @@ class Store:
         """Images that may be evicted, least recently used first."""
         return (each for each in self._images.values() if self._is_free(each))
 
-    def _no_space(self, name: str, needed: int, withheld_bytes: int) -> NoSpace:
+    def _no_space(self, name: str, needed: int, lacking: int, withheld_bytes: int) -> NoSpace:
+        """``lacking`` may be small beside the rest, whose sizes are rounded."""
         totals = self.totals()
         is_within_budget = self._missing_bytes(needed, 0) <= 0
         advice = (
@@ -626,7 +629,7 @@ class Store:
             else f"raise {self._setting} and run `trims stop`"
         )
         return NoSpace(
-            f"{name}: {size(needed)} do not fit the {self._tier}: budget "
+            f"{name}: {size(needed)} do not fit the {self._tier}: {size(lacking)} too many; budget "
             f"{size(totals.budget_bytes)}, resident {size(totals.resident_bytes)}, loading "
             f"{size(totals.reserved_bytes)}, still mapped elsewhere or not to be had "
             f"{size(withheld_bytes)}; {advice}, or run `trims evict --all`"

@@ -209,11 +209,12 @@ class Copies:
             if self.evict(each.name):
                 total_bytes -= each.size_bytes
                 space = space_of(self.directory)
-        if needed_bytes > space.spare_bytes:
+        lacking_bytes = needed_bytes - space.spare_bytes
+        if lacking_bytes > 0:
             raise OSError(
                 errno.ENOSPC,
-                f"{size(needed_bytes)} are needed, {size(max(0, space.spare_bytes))} are to spare; "
-                "make room, or set TRIMS_CACHE_DIR to a directory on another disk",
+                f"{size(needed_bytes)} are needed, {size(lacking_bytes)} more than there are to "
+                "spare; make room, or set TRIMS_CACHE_DIR to a directory on another disk",
                 self.directory,
             )
 

@@ -169,10 +169,9 @@ class PreparedStore:
         task.key = key
         if key in self._entries or self._refusals.find(key, now_ns=now_ns) is not None:
             return Verdict(False)
-        totals = self.resident_bytes() + self._reserved_bytes()
-        actions = self._make_room(max(short_bytes, totals + needed_bytes - self.budget_bytes))
-        if actions is None:
-            self._refuse(task, self._no_space(needed_bytes, short_bytes), now_ns)
+        actions = self._make_room(needed_bytes, short_bytes)
+        if isinstance(actions, Failure):
+            self._refuse(task, actions, now_ns)
             return Verdict(False)
         task.reserved_bytes = needed_bytes
         return Verdict(True, tuple(actions))
@@ -183,10 +182,9 @@ class PreparedStore:
         self._refusals.forget(task.flight, entry.key)
         if entry.key in self._entries:
             return []
-        missing = self.resident_bytes() + self._reserved_bytes() + entry.size_bytes
-        actions = self._make_room(missing - self.budget_bytes)
-        if actions is None:
-            self._refuse(task, self._no_space(entry.size_bytes, 0), now_ns)
+        actions = self._make_room(entry.size_bytes)
+        if isinstance(actions, Failure):
+            self._refuse(task, actions, now_ns)
             return [DropEntry(entry.key, entry.size_bytes)]
         self.adopt(entry)
         self._use(self._entries[entry.key], now_ns)
@@ -296,12 +294,23 @@ class PreparedStore:
     def _reserved_bytes(self) -> int:
         return sum(job.reserved_bytes for job in self._jobs.values())
 
-    def _make_room(self, missing_bytes: int) -> list[Action] | None:
-        """Make room; None if that is not possible, and then nothing is dropped."""
-        victims = self._victims(missing_bytes)
-        if sum(each.size_bytes for each in victims) < missing_bytes:
-            return None
-        return [self._drop(each) for each in victims]
+    def _make_room(self, needed_bytes: int, short_bytes: int = 0) -> list[Action] | Failure:
+        """Make room, or say why that is not possible; then nothing is dropped."""
+        used_bytes = self.resident_bytes()
+        over_bytes = used_bytes + self._reserved_bytes() + needed_bytes - self.budget_bytes
+        missing = max(short_bytes, over_bytes)
+        victims = self._victims(missing)
+        lacking = missing - sum(each.size_bytes for each in victims)
+        if lacking <= 0:
+            return [self._drop(each) for each in victims]
+        disk = f"; the file system lacks {size(short_bytes)}" if short_bytes > 0 else ""
+        return Failure(
+            "no_space",
+            f"{size(needed_bytes)} do not fit the cache of prepared models: {size(lacking)} too "
+            f"many; budget {size(self.budget_bytes)}, used {size(used_bytes)}{disk}; raise "
+            "TRIMS_PREPARED_BYTES, free disk space, or `trims evict`",
+            is_lasting=False,
+        )
 
     def _victims(self, missing_bytes: int) -> list[_Entry]:
         free = [each for each in self._entries.values() if not self._leases.of(each.key)]
@@ -317,16 +326,6 @@ class PreparedStore:
         del self._entries[entry.key]
         self._leases.forget(entry.key)
         return DropEntry(entry.key, entry.size_bytes)
-
-    def _no_space(self, needed_bytes: int, short_bytes: int) -> Failure:
-        lacking = f"; the file system lacks {size(short_bytes)}" if short_bytes > 0 else ""
-        return Failure(
-            "no_space",
-            f"{size(needed_bytes)} do not fit the cache of prepared models: budget "
-            f"{size(self.budget_bytes)}, used {size(self.resident_bytes())}{lacking}; raise "
-            "TRIMS_PREPARED_BYTES, free disk space, or `trims evict`",
-            is_lasting=False,
-        )
 
     def _refuse(self, job: _Job, failure: Failure, now_ns: int) -> list[Action]:
         return self._refusals.add(
