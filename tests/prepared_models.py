@@ -9,7 +9,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from trims_shim.daemon.prepared.preparing import Preparation
+from trims_shim.daemon.prepared.preparing import Order
 from trims_shim.specs import Identity
 from trims_shim.wire import duties
 from trims_shim.wire.duties import ExternalFile, PrepareReply
@@ -41,24 +41,24 @@ class FakePreparer:
     """
 
     def __init__(self) -> None:
-        self.preparations: list[Preparation] = []
+        self.orders: list[Order] = []
         self.verdicts: list[bool] = []
         self.externals: tuple[str, ...] = ()
         self.gate = threading.Event()
         self.gate.set()
         self.reply = PrepareReply(probe="equal")
         self.weights: bytes | None = b"packed weights"
-        self.on_made: Callable[[Preparation], None] = lambda preparation: None
+        self.on_made: Callable[[Order], None] = lambda order: None
         self.is_closed = False
 
     def run(
-        self, preparation: Preparation, decide: Callable[[duties.SourceHashed], bool]
+        self, order: Order, decide: Callable[[duties.SourceHashed], bool]
     ) -> PrepareReply | None:
-        self.preparations.append(preparation)
+        self.orders.append(order)
         while not self.gate.wait(0.01):
             if self.is_closed:
                 return PrepareReply(reason="stopping", is_lasting=False)
-        request = preparation.request
+        request = order.request
         model = os.pread(request.source, 1 << 30, 0)
         directory = os.path.dirname(request.path)
         hashed = duties.SourceHashed(
@@ -71,7 +71,7 @@ class FakePreparer:
             Path(request.directory, "model.onnx").write_bytes(b"prepared " + model)
             if self.weights is not None:
                 Path(request.directory, "weights.bin").write_bytes(self.weights)
-        self.on_made(preparation)
+        self.on_made(order)
         return self.reply
 
     def close(self) -> None:

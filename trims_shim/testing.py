@@ -52,8 +52,8 @@ from trims_shim.daemon.loader import Loader
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.prepared.directory import PreparedSettings
-from trims_shim.daemon.prepared.models import Prepared
-from trims_shim.daemon.prepared.preparing import Preparation
+from trims_shim.daemon.prepared.preparing import Order
+from trims_shim.daemon.prepared.serving import PreparedModels
 from trims_shim.daemon.requests import add_counters, handle
 from trims_shim.daemon.sessions import Limits, Session, Sessions
 from trims_shim.daemon.store import Announce, ImageRow, Store
@@ -237,13 +237,13 @@ class _Preparer:
     """Prepares models of any size in this process, with its onnxruntime."""
 
     def run(
-        self, preparation: Preparation, decide: Callable[[duties.SourceHashed], bool]
+        self, order: Order, decide: Callable[[duties.SourceHashed], bool]
     ) -> duties.PrepareReply | None:
         from trims_shim.daemon.preparer import main as preparer
         from trims_shim.daemon.preparer import verifying
 
         verifying.share_from(0)
-        return preparer.prepare(preparation.request, decide)
+        return preparer.prepare(order.request, decide)
 
     def close(self) -> None:
         """Do nothing: no process runs."""
@@ -304,11 +304,11 @@ class _Server(Front):
             trusts_young_files=True,
         )
 
-    def _make_prepared(self, config: Config, numbers: Iterator[int]) -> Prepared:
+    def _make_prepared(self, config: Config, numbers: Iterator[int]) -> PreparedModels:
         """Make the prepared models, with their own directory, which the first request creates."""
         settings = PreparedSettings.of(config)
         directory = os.path.join(self._directory, "prepared")
-        prepared = Prepared(
+        prepared = PreparedModels(
             self,
             dataclasses.replace(settings, directory=directory),
             preparer=_Preparer(),

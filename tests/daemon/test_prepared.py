@@ -26,11 +26,11 @@ from trims_shim.config import ShareOrSize
 from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.prepared import clients as prepared_clients
-from trims_shim.daemon.prepared import making as prepared_making
-from trims_shim.daemon.prepared import models as prepared_module
+from trims_shim.daemon.prepared import jobs as prepared_jobs
+from trims_shim.daemon.prepared import serving as prepared_module
 from trims_shim.daemon.prepared.directory import PreparedSettings, Space
 from trims_shim.daemon.prepared.files import Scan
-from trims_shim.daemon.prepared.models import Prepared
+from trims_shim.daemon.prepared.serving import PreparedModels
 from trims_shim.daemon.sessions import Limits, Session, Sessions
 from trims_shim.daemon.store import Announce
 from trims_shim.errors import (
@@ -57,7 +57,7 @@ class _NoSocket:
 
 
 class World(Front):
-    """A :class:`Prepared` with its server's part; :meth:`turn` is one round of its loop."""
+    """A :class:`PreparedModels` with its server's part; :meth:`turn` is one round of its loop."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class World(Front):
         self.preparer = FakePreparer()
         self.directory = directory
         settings = PreparedSettings(str(directory), ShareOrSize(size_bytes=budget), problem)
-        self.prepared = Prepared(
+        self.prepared = PreparedModels(
             self,
             settings,
             preparer=self.preparer,
@@ -226,7 +226,7 @@ class TestLife:
         assert reply.weights_identity is not None
         assert reply.weights_identity.size_bytes == len(b"packed weights")
         assert world.files() == [reply.key]
-        assert len(world.preparer.preparations) == 1
+        assert len(world.preparer.orders) == 1
         assert world.prepared.lease_count(world.session.number) == 1
         assert world.hit(model).lease != reply.lease
         names = ("hit", "preparing", "made", "failed", "dropped")
@@ -234,12 +234,12 @@ class TestLife:
 
     def test_what_the_preparer_is_given(self, world: World, model: Path) -> None:
         world.make(model)
-        (preparation,) = world.preparer.preparations
-        assert (preparation.request.path, preparation.request.recipe) == (str(model), RECIPE)
-        assert preparation.request.package == "/site/onnxruntime"
-        assert os.path.basename(preparation.interpreter).startswith("python")
-        assert os.path.dirname(preparation.request.directory) == str(world.directory)
-        assert not os.path.exists(preparation.request.directory)
+        (order,) = world.preparer.orders
+        assert (order.request.path, order.request.recipe) == (str(model), RECIPE)
+        assert order.request.package == "/site/onnxruntime"
+        assert os.path.basename(order.interpreter).startswith("python")
+        assert os.path.dirname(order.request.directory) == str(world.directory)
+        assert not os.path.exists(order.request.directory)
 
     def test_another_recipe_is_another_model(self, world: World, model: Path) -> None:
         world.make(model)
@@ -314,7 +314,7 @@ class TestLife:
             recipe = dataclasses.replace(RECIPE, level=level)
             assert world.outcome(model, recipe=recipe) == "preparing"
         world.prepared.close()
-        assert len(world.preparer.preparations) <= 1
+        assert len(world.preparer.orders) <= 1
         assert world.directory.exists() is False or os.listdir(world.directory) == []
 
     @staticmethod
@@ -338,7 +338,7 @@ class TestLife:
             return fstat(descriptor)
 
         world = make_world()
-        monkeypatch.setattr(prepared_making, "_END_PATIENCE_S", 0.05)
+        monkeypatch.setattr(prepared_jobs, "_END_PATIENCE_S", 0.05)
         monkeypatch.setattr(os, "fstat", hang)
         assert world.outcome(model) == "preparing"
         self.check_that_it_ends(world, is_asked, answers)
@@ -485,10 +485,10 @@ class TestExternalFiles:
     ) -> None:
         size = os.stat(external).st_size
         monkeypatch.setattr(
-            prepared_making, "is_settled", lambda identity, at_ns: identity.size_bytes != size
+            prepared_jobs, "is_settled", lambda identity, at_ns: identity.size_bytes != size
         )
-        monkeypatch.setattr(prepared_making, "_SETTLE_PATIENCE_S", 0.05)
-        world.prepared._preparations._trusts_young_files = False
+        monkeypatch.setattr(prepared_jobs, "_SETTLE_PATIENCE_S", 0.05)
+        world.prepared._jobs._trusts_young_files = False
         world.make(model)
         assert world.preparer.verdicts == [False]
         assert world.outcome(model) == "refused unsettled_file"
@@ -506,9 +506,9 @@ class TestExternalFiles:
             asked_ns = asked_ns or time.time_ns()
             return at_ns > asked_ns
 
-        monkeypatch.setattr(prepared_making, "is_settled", is_settled)
-        monkeypatch.setattr(prepared_making, "_SETTLE_PATIENCE_S", 60.0)
-        world.prepared._preparations._trusts_young_files = False
+        monkeypatch.setattr(prepared_jobs, "is_settled", is_settled)
+        monkeypatch.setattr(prepared_jobs, "_SETTLE_PATIENCE_S", 60.0)
+        world.prepared._jobs._trusts_young_files = False
         world.make(model)
         assert world.preparer.verdicts == [False, True], "it is read again after the wait"
         world.hit(model)
@@ -582,15 +582,15 @@ class TestTrust:
     def test_a_young_file_is_waited_for(
         self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(prepared_making, "_SETTLE_PATIENCE_S", 60.0)
+        monkeypatch.setattr(prepared_jobs, "_SETTLE_PATIENCE_S", 60.0)
         world = make_world(trusts_young_files=False)
         os.utime(model)
         world.make(model)
-        (preparation,) = world.preparer.preparations
+        (order,) = world.preparer.orders
         started = time.time_ns() - world.row().prepare_ns
         assert started > os.stat(model).st_ctime_ns
         world.hit(model)
-        assert preparation.request.path == str(model)
+        assert order.request.path == str(model)
 
     def test_a_file_that_is_gone_when_its_turn_comes(
         self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
@@ -599,38 +599,38 @@ class TestTrust:
             model.unlink()
             return True
 
-        monkeypatch.setattr(prepared_making, "is_settled", is_settled)
+        monkeypatch.setattr(prepared_jobs, "is_settled", is_settled)
         world = make_world(trusts_young_files=False)
         world.make(model)
         assert world.counters["prepared_failed"] == 1
-        assert world.preparer.preparations == [], "no process is started in vain"
+        assert world.preparer.orders == [], "no process is started in vain"
 
     def test_a_file_from_the_future_is_not_prepared(
         self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(prepared_making, "_SETTLE_PATIENCE_S", 0.05)
+        monkeypatch.setattr(prepared_jobs, "_SETTLE_PATIENCE_S", 0.05)
         world = make_world(trusts_young_files=False)
         os.utime(model, (time.time() + 3600, time.time() + 3600))
         world.make(model)
         assert world.outcome(model) == "refused unsettled_file"
-        assert world.preparer.preparations == []
+        assert world.preparer.orders == []
 
     def test_a_file_without_a_change_time_is_not_prepared(
         self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(prepared_making, "has_change_time", lambda *_: False)
+        monkeypatch.setattr(prepared_jobs, "has_change_time", lambda *_: False)
         world = make_world()
         world.make(model)
         assert world.outcome(model) == "refused unsettled_file"
-        assert world.preparer.preparations == []
+        assert world.preparer.orders == []
 
     def test_sealed_memory_cannot_change(
         self, make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         import fcntl
 
-        monkeypatch.setattr(prepared_making, "_SETTLE_PATIENCE_S", 0.0)
-        monkeypatch.setattr(prepared_making, "is_settled", lambda identity, at_ns: False)
+        monkeypatch.setattr(prepared_jobs, "_SETTLE_PATIENCE_S", 0.0)
+        monkeypatch.setattr(prepared_jobs, "is_settled", lambda identity, at_ns: False)
         world = make_world(trusts_young_files=False)
         digest = digest_of(b"open to all")
         world.make(data=b"open to all", digest=digest)
@@ -707,7 +707,7 @@ class TestRefusals:
         world.prepared.close()
         again = make_world()
         assert again.outcome(model) == "refused metadata_differs"
-        assert again.preparer.preparations == []
+        assert again.preparer.orders == []
 
     def test_another_does_not(self, make_world: Callable[..., World], model: Path) -> None:
         world = make_world()
@@ -760,7 +760,7 @@ class TestRefusals:
     def test_too_little_memory(
         self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(prepared_making, "available_bytes", lambda: 10_000)
+        monkeypatch.setattr(prepared_jobs, "available_bytes", lambda: 10_000)
         world.make(model)
         assert world.preparer.verdicts == [False]
         assert world.outcome(model) == "refused no_memory"
@@ -802,7 +802,7 @@ class TestRoom:
     def test_a_disk_that_is_full(
         self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(prepared_making, "space_of", lambda _: Space(10**12, 19_999))
+        monkeypatch.setattr(prepared_jobs, "space_of", lambda _: Space(10**12, 19_999))
         world.make(model)
         assert world.outcome(model) == "refused no_space"
         assert world.preparer.verdicts == [False]
@@ -852,7 +852,7 @@ class TestRestart:
         again = make_world()
         reply = again.hit(model)
         assert (reply.key, reply.model_identity) == (before.key, before.model_identity)
-        assert again.preparer.preparations == []
+        assert again.preparer.orders == []
         assert again.row().names == (str(model),)
 
     def test_what_was_learned_later_is_known_too(

@@ -7,8 +7,8 @@ import pytest
 from trims_shim import config
 from trims_shim.daemon.prepared.clients import hit_reply, refusal_reply
 from trims_shim.daemon.prepared.directory import PreparedSettings
-from trims_shim.daemon.prepared.events import Grant
 from trims_shim.daemon.prepared.files import Published
+from trims_shim.daemon.prepared.values import Grant
 from trims_shim.specs import Identity
 from trims_shim.wire import codec, messages
 

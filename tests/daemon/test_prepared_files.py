@@ -17,7 +17,6 @@ from prepared_models import RECIPE
 from trims_shim._version import __version__
 from trims_shim.daemon.prepared import files as prepared_files
 from trims_shim.daemon.prepared import manifest as prepared_manifest
-from trims_shim.daemon.prepared.events import Content, Known
 from trims_shim.daemon.prepared.files import (
     PreparedFiles,
     Published,
@@ -32,6 +31,7 @@ from trims_shim.daemon.prepared.manifest import (
     render,
     with_source,
 )
+from trims_shim.daemon.prepared.values import Content, Known
 from trims_shim.errors import CorruptFile
 from trims_shim.specs import Identity
 

@@ -9,8 +9,8 @@ import pytest
 from prepared_models import RECIPE
 
 from trims_shim.daemon.prepared import key as prepared_key
-from trims_shim.daemon.prepared.events import Content
 from trims_shim.daemon.prepared.key import entry_key
+from trims_shim.daemon.prepared.values import Content
 from trims_shim.wire.messages import SessionRecipe
 
 CONTENT = Content("a" * 64, (("w1", "b" * 64), ("w2", "c" * 64)))

@@ -16,7 +16,7 @@ from trims_shim.client.prepared import PreparedModel
 from trims_shim.daemon import main as daemon_main
 from trims_shim.daemon import requests
 from trims_shim.daemon.front import Request
-from trims_shim.daemon.prepared.events import Entry
+from trims_shim.daemon.prepared.values import Entry
 from trims_shim.errors import DaemonUnavailable, NotServed, UnknownImage
 from trims_shim.wire import admin, codec, messages
 from trims_shim.wire.handover import Peer
@@ -31,7 +31,7 @@ class Setting:
         self.world = World(prepared_bytes="64M", **settings)
         self.preparer = FakePreparer()
         monkeypatch.setattr(daemon_main, "Preparer", lambda **_: self.preparer)
-        monkeypatch.setattr("trims_shim.daemon.prepared.making.is_settled", lambda *_: True)
+        monkeypatch.setattr("trims_shim.daemon.prepared.jobs.is_settled", lambda *_: True)
         self.daemon = InProcessDaemon(self.world)
         self.cache = self.world.cache(autostart="0")
         self.model = self.world.file(name="m.onnx")

@@ -19,7 +19,8 @@ from hypothesis.stateful import (
 )
 
 from trims_shim.daemon.prepared import store as prepared_store
-from trims_shim.daemon.prepared.events import (
+from trims_shim.daemon.prepared.store import PreparedStore
+from trims_shim.daemon.prepared.values import (
     Action,
     Asking,
     Content,
@@ -35,7 +36,6 @@ from trims_shim.daemon.prepared.events import (
     Verdict,
     Wait,
 )
-from trims_shim.daemon.prepared.store import PreparedStore
 from trims_shim.errors import NoSpace, UnknownImage
 from trims_shim.specs import Identity
 

@@ -25,7 +25,7 @@ from prepare_requests import request
 import trims_shim
 from trims_shim.daemon.prepared import preparing
 from trims_shim.daemon.prepared.interpreters import interpreter_of
-from trims_shim.daemon.prepared.preparing import Preparation, Preparer
+from trims_shim.daemon.prepared.preparing import Order, Preparer
 from trims_shim.wire import frames
 from trims_shim.wire.duties import PrepareReply, SourceHashed
 
@@ -55,14 +55,14 @@ class Fakes:
         self.preparers: list[Preparer] = []
         self.hashed: list[SourceHashed] = []
 
-    def preparation(self, code: str = "", *, interpreter: str = "") -> Preparation:
+    def order(self, code: str = "", *, interpreter: str = "") -> Order:
         """For a model, by this code or the real preparer."""
         model = self.tmp_path / "model.onnx"
         if not model.exists():
             save(perceptron())(model)
         directory = self.tmp_path / "made"
         directory.mkdir(exist_ok=True)
-        return Preparation(
+        return Order(
             request(model, directory, source=os.open(model, os.O_RDONLY)),
             interpreter=interpreter or self.interpreter(code),
             search_path=tuple(sys.path),
@@ -89,11 +89,11 @@ class Fakes:
             self.hashed.append(hashed)
             return is_wanted
 
-        preparation = self.preparation(code)
+        order = self.order(code)
         try:
-            return self.preparer(timeout_s).run(preparation, decide)
+            return self.preparer(timeout_s).run(order, decide)
         finally:
-            os.close(preparation.request.source)
+            os.close(order.request.source)
 
     def close(self) -> None:
         for each in self.preparers:
@@ -178,10 +178,10 @@ class TestConversation:
         def decide(hashed: SourceHashed) -> bool:
             raise KeyError("decided")
 
-        preparation = fakes.preparation("say(hashed); hear(); time.sleep(600)")
+        order = fakes.order("say(hashed); hear(); time.sleep(600)")
         with pytest.raises(KeyError, match="decided"):
-            fakes.preparer().run(preparation, decide)
-        os.close(preparation.request.source)
+            fakes.preparer().run(order, decide)
+        os.close(order.request.source)
 
     def test_one_at_a_time(self, fakes: Fakes) -> None:
         preparer = fakes.preparer()
@@ -191,17 +191,17 @@ class TestConversation:
             f"time.sleep(0.1); os.unlink({str(lock)!r})\n"
             "say(duties.PrepareReply('done'))\n"
         )
-        preparation = fakes.preparation(code)
+        order = fakes.order(code)
         replies: list[PrepareReply | None] = []
         threads = [
-            threading.Thread(target=lambda: replies.append(preparer.run(preparation, yes)))
+            threading.Thread(target=lambda: replies.append(preparer.run(order, yes)))
             for _ in range(3)
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
-        os.close(preparation.request.source)
+        os.close(order.request.source)
         assert replies == [PrepareReply("done")] * 3
 
 
@@ -304,9 +304,9 @@ class TestDistrust:
     def test_an_interpreter_that_cannot_be_started(
         self, interpreter: str, fakes: Fakes, no_leak: None
     ) -> None:
-        preparation = fakes.preparation(interpreter=interpreter)
-        reply = fakes.preparer().run(preparation, yes)
-        os.close(preparation.request.source)
+        order = fakes.order(interpreter=interpreter)
+        reply = fakes.preparer().run(order, yes)
+        os.close(order.request.source)
         assert reply is not None
         assert (reply.reason, reply.is_lasting) == ("preparer_not_started", False)
 
@@ -314,7 +314,7 @@ class TestDistrust:
 class TestClose:
     def test_what_runs_is_ended(self, fakes: Fakes) -> None:
         preparer = fakes.preparer()
-        preparation = fakes.preparation("say(hashed); hear(); time.sleep(600)")
+        order = fakes.order("say(hashed); hear(); time.sleep(600)")
         replies: list[PrepareReply | None] = []
         asked = threading.Event()
 
@@ -322,12 +322,12 @@ class TestClose:
             asked.set()
             return True
 
-        thread = threading.Thread(target=lambda: replies.append(preparer.run(preparation, decide)))
+        thread = threading.Thread(target=lambda: replies.append(preparer.run(order, decide)))
         thread.start()
         assert asked.wait(PATIENCE_S)
         preparer.close()
         thread.join(PATIENCE_S)
-        os.close(preparation.request.source)
+        os.close(order.request.source)
         assert [each.reason for each in replies if each is not None] == ["stopping"]
 
     def test_one_that_hangs_in_the_kernel_is_left_to_it(
@@ -360,9 +360,9 @@ class TestClose:
 
         monkeypatch.setattr(preparing, "_launch", launch_late)
         preparer = fakes.preparer()
-        preparation = fakes.preparation("time.sleep(600)")
+        order = fakes.order("time.sleep(600)")
         replies: list[PrepareReply | None] = []
-        running = threading.Thread(target=lambda: replies.append(preparer.run(preparation, yes)))
+        running = threading.Thread(target=lambda: replies.append(preparer.run(order, yes)))
         running.start()
         assert is_asked.wait(PATIENCE_S)
         closing = threading.Thread(target=preparer.close)
@@ -372,44 +372,44 @@ class TestClose:
         answers.set()
         running.join(PATIENCE_S)
         closing.join(PATIENCE_S)
-        os.close(preparation.request.source)
+        os.close(order.request.source)
         assert is_closed
         assert [each.reason for each in replies if each is not None] == ["stopping"]
 
     def test_nothing_starts_any_more(self, fakes: Fakes) -> None:
         preparer = fakes.preparer()
         preparer.close()
-        preparation = fakes.preparation("write('started')")
-        reply = preparer.run(preparation, yes)
-        os.close(preparation.request.source)
+        order = fakes.order("write('started')")
+        reply = preparer.run(order, yes)
+        os.close(order.request.source)
         assert reply is not None
         assert reply.reason == "stopping"
-        assert os.listdir(preparation.request.directory) == []
+        assert os.listdir(order.request.directory) == []
 
 
 class TestRealPreparer:
-    def preparation(self, fakes: Fakes) -> Preparation:
-        return fakes.preparation(interpreter=interpreter_of(os.getpid(), os.getuid()))
+    def order(self, fakes: Fakes) -> Order:
+        return fakes.order(interpreter=interpreter_of(os.getpid(), os.getuid()))
 
     def test_a_model(self, fakes: Fakes, no_leak: None) -> None:
-        preparation = self.preparation(fakes)
+        order = self.order(fakes)
         hashed: list[SourceHashed] = []
-        reply = fakes.preparer().run(preparation, lambda each: not hashed.append(each))
-        os.close(preparation.request.source)
+        reply = fakes.preparer().run(order, lambda each: not hashed.append(each))
+        os.close(order.request.source)
         assert reply == PrepareReply(probe="equal")
-        assert sorted(os.listdir(preparation.request.directory)) == ["model.onnx", "weights.bin"]
+        assert sorted(os.listdir(order.request.directory)) == ["model.onnx", "weights.bin"]
         content = (fakes.tmp_path / "model.onnx").read_bytes()
         assert hashed == [SourceHashed(blake3(content).hexdigest())]
         # Nobody but this user, whatever the umask.
-        for name in os.listdir(preparation.request.directory):
-            mode = os.stat(os.path.join(preparation.request.directory, name)).st_mode
+        for name in os.listdir(order.request.directory):
+            mode = os.stat(os.path.join(order.request.directory, name)).st_mode
             assert stat.S_IMODE(mode) == 0o400
 
     def test_how_it_runs(self, fakes: Fakes) -> None:
         """Behind everything else, with nothing of the daemon's but what it needs."""
         kept = os.open("/dev/null", os.O_RDONLY)
         os.set_inheritable(kept, True)
-        preparation = self.preparation(fakes)
+        order = self.order(fakes)
         preparer = fakes.preparer(gives_way=True)
         seen: dict[str, Any] = {}
 
@@ -430,12 +430,12 @@ class TestRealPreparer:
             seen["files"] = [each for each in links if each.startswith("/")]
             return False
 
-        assert preparer.run(preparation, look) is None
+        assert preparer.run(order, look) is None
         os.close(kept)
-        os.close(preparation.request.source)
+        os.close(order.request.source)
         files = seen.pop("files")
         assert files.count("/dev/null") == 2 + ("/dev/null" in os.readlink("/proc/self/fd/2"))
-        assert preparation.request.path in files
+        assert order.request.path in files
         assert seen == {
             "name": "trims-preparer",
             "nice": 10,
@@ -448,7 +448,7 @@ class TestRealPreparer:
 
     def test_at_once(self, fakes: Fakes) -> None:
         """Not behind everything else, but still the first to be killed for memory."""
-        preparation = self.preparation(fakes)
+        order = self.order(fakes)
         preparer = fakes.preparer(gives_way=False)
         seen = []
 
@@ -459,8 +459,8 @@ class TestRealPreparer:
             seen.append(Path(f"/proc/{pid}/oom_score_adj").read_text().strip())
             return False
 
-        preparer.run(preparation, look)
-        os.close(preparation.request.source)
+        preparer.run(order, look)
+        os.close(order.request.source)
         assert seen == [os.sched_getscheduler(0), "1000"]
 
     def test_the_search_path_is_the_clients(self, fakes: Fakes) -> None:
@@ -468,23 +468,23 @@ class TestRealPreparer:
         other = fakes.tmp_path / "site"
         other.mkdir()
         (other / "blake3.py").write_text("raise SystemExit(7)")
-        preparation = self.preparation(fakes)
-        search_path = ("relative", str(other), *preparation.search_path)
-        changed = dataclasses.replace(preparation, search_path=search_path)
+        order = self.order(fakes)
+        search_path = ("relative", str(other), *order.search_path)
+        changed = dataclasses.replace(order, search_path=search_path)
         reply = fakes.preparer().run(changed, yes)
-        os.close(preparation.request.source)
+        os.close(order.request.source)
         assert reply is not None
         assert (reply.reason, "status 7" in reply.message) == ("preparer_died", True)
 
     def test_it_ends_with_the_daemon(self, fakes: Fakes) -> None:
         """Also in the middle of its work."""
-        preparation = self.preparation(fakes)
+        order = self.order(fakes)
         ours, theirs = socket.socketpair()
         with theirs:
-            child = preparing._launch(preparation, theirs.fileno(), ["0", "normal"])
+            child = preparing._launch(order, theirs.fileno(), ["0", "normal"])
         with ours:
-            frames.send(ours, preparation.request)
+            frames.send(ours, order.request)
             hashed = frames.receive(ours, deadline_s=time.monotonic() + 60)
             assert isinstance(hashed, SourceHashed)
         assert child.wait(60) == 0
-        os.close(preparation.request.source)
+        os.close(order.request.source)

@@ -28,8 +28,8 @@ from trims_shim.daemon.eviction import eviction_policy
 from trims_shim.daemon.front import Front
 from trims_shim.daemon.loader import Loader
 from trims_shim.daemon.prepared.directory import PreparedSettings
-from trims_shim.daemon.prepared.models import Prepared
 from trims_shim.daemon.prepared.preparing import Preparer
+from trims_shim.daemon.prepared.serving import PreparedModels
 from trims_shim.daemon.server import Server
 from trims_shim.daemon.sessions import Limits, Sessions
 from trims_shim.daemon.store import Store
@@ -199,14 +199,14 @@ def _tiers(
 
 def _prepared(
     front: Front, config: Config, numbers: Iterator[int], wake: Callable[[], None]
-) -> Prepared:
+) -> PreparedModels:
     preparer = Preparer(
         timeout_s=config.prepare_timeout,
         anyway_bytes=config.prepare_anyway_bytes,
         gives_way=config.prepare_priority == "low",
     )
     settings = PreparedSettings.of(config)
-    return Prepared(front, settings, preparer=preparer, numbers=numbers, wake=wake)
+    return PreparedModels(front, settings, preparer=preparer, numbers=numbers, wake=wake)
 
 
 def _listen(endpoint: Endpoint) -> socket.socket:

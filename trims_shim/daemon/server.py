@@ -32,7 +32,7 @@ from trims_shim.daemon.events import EventSocket
 from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.openings import Openings
-from trims_shim.daemon.prepared.models import Prepared
+from trims_shim.daemon.prepared.serving import PreparedModels
 from trims_shim.daemon.requests import add_counters, handle
 from trims_shim.daemon.sessions import Session, Sessions, descriptors_are_scarce
 from trims_shim.daemon.store import Announce
@@ -72,7 +72,7 @@ class Server(Front):
         instance: str,
         listener: socket.socket,
         tiers: Tiers,
-        prepared: Callable[[Front], Prepared],
+        prepared: Callable[[Front], PreparedModels],
         sessions: Sessions,
         wake_descriptor: int,
         idle_exit_s: float,

@@ -1,27 +1,62 @@
-"""Clients of prepared models: what they offer, and what they are told.
+"""Clients of prepared models: who has to wait, what they offer, and what they are told.
 
-Owns the form of the answers. Used by :mod:`trims_shim.daemon.prepared.models`, in the server's
+Owns the form of the answers. Used by :mod:`trims_shim.daemon.prepared.serving`, in the server's
 thread.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
+from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.offers import Offer
-from trims_shim.daemon.prepared.events import Flight, Grant
 from trims_shim.daemon.prepared.files import Published
-from trims_shim.errors import NotServed
+from trims_shim.daemon.prepared.values import Flight, Grant
+from trims_shim.errors import NotServed, TooManyRequests
 from trims_shim.specs import Identity
 from trims_shim.wire import messages
 from trims_shim.wire.handover import clipped
 
 __all__ = [
+    "EarlyRequests",
     "flight_of",
     "hit_reply",
     "identity_of",
     "refusal_reply",
 ]
+
+
+class EarlyRequests:
+    """Requests that arrive before the directory is scanned.
+
+    They wait here, at most a session's limit of open requests, and are then answered all at once. A
+    session that ends takes its requests with it.
+    """
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._waiting: list[tuple[Request, Callable[[], Any]]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def put(self, request: Request, work: Callable[[], Any]) -> None:
+        """Keep a request until :meth:`serve`. Raises TooManyRequests."""
+        limit = self._front.sessions.limits.requests
+        if sum(1 for each, _ in self._waiting if each.session is request.session) >= limit:
+            raise TooManyRequests(f"more than {limit} open requests")
+        self._waiting.append((request, work))
+
+    def close_session(self, session: int) -> None:
+        """Forget the requests of a session."""
+        self._waiting = [each for each in self._waiting if each[0].session.number != session]
+
+    def serve(self) -> None:
+        """Serve them all, in the order of arrival."""
+        while self._waiting:
+            self._front.serve(*self._waiting.pop(0))
 
 
 def identity_of(offer: Offer) -> Identity | None:

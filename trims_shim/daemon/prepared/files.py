@@ -35,7 +35,6 @@ from dataclasses import dataclass, replace
 
 from trims_shim._version import __version__
 from trims_shim.daemon.prepared.directory import examine, make, problem_of
-from trims_shim.daemon.prepared.events import Entry, Known
 from trims_shim.daemon.prepared.key import LAYOUT_VERSION
 from trims_shim.daemon.prepared.manifest import (
     FileStamp,
@@ -45,6 +44,7 @@ from trims_shim.daemon.prepared.manifest import (
     render,
     with_source,
 )
+from trims_shim.daemon.prepared.values import Entry, Known
 from trims_shim.errors import CorruptFile, NotServed, TrimsError
 from trims_shim.specs import PREPARED_MODEL, PREPARED_WEIGHTS, Identity
 

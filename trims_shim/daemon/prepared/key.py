@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from trims_shim.daemon.prepared.events import Content
+from trims_shim.daemon.prepared.values import Content
 from trims_shim.specs import Digest
 from trims_shim.wire import codec
 from trims_shim.wire.messages import SessionRecipe

@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from typing import TypeVar
 
-from trims_shim.daemon.prepared.events import Content, Known
+from trims_shim.daemon.prepared.values import Content, Known
 from trims_shim.errors import CorruptFile, MalformedMessage
 from trims_shim.specs import Identity
 from trims_shim.wire import codec

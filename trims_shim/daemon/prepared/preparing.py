@@ -32,7 +32,7 @@ from trims_shim.wire import duties, frames
 from trims_shim.wire.duties import PrepareReply, SourceHashed
 from trims_shim.wire.handover import clipped
 
-__all__ = ["Preparation", "Preparer"]
+__all__ = ["Order", "Preparer"]
 
 _logger = logging.getLogger("trims_shim.daemon")
 
@@ -57,7 +57,7 @@ _BOOT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Preparation:
+class Order:
     """What a preparer is asked, and the Python that it runs in.
 
     The request's descriptor stays the caller's. Its directory is empty at first; if the reply has
@@ -85,9 +85,7 @@ class Preparer:
         self._child: subprocess.Popen[bytes] | None = None
         self._closing = threading.Event()
 
-    def run(
-        self, preparation: Preparation, decide: Callable[[SourceHashed], bool]
-    ) -> PrepareReply | None:
+    def run(self, order: Order, decide: Callable[[SourceHashed], bool]) -> PrepareReply | None:
         """Prepare one model; None if ``decide`` said that its content is not wanted.
 
         ``decide`` is called from this thread, at most once, and not at all for a model whose files
@@ -98,11 +96,11 @@ class Preparer:
             ours, theirs = socket.socketpair()
             with ours:
                 with theirs:
-                    child = self._start(preparation, theirs.fileno())
+                    child = self._start(order, theirs.fileno())
                 if isinstance(child, PrepareReply):
                     return child
                 try:
-                    return self._converse(preparation, decide, ours, child, deadline_s)
+                    return self._converse(order, decide, ours, child, deadline_s)
                 finally:
                     self._end(child)
 
@@ -119,17 +117,15 @@ class Preparer:
         child = self._child
         return None if child is None else child.pid
 
-    def _start(
-        self, preparation: Preparation, descriptor: int
-    ) -> subprocess.Popen[bytes] | PrepareReply:
+    def _start(self, order: Order, descriptor: int) -> subprocess.Popen[bytes] | PrepareReply:
         if self._closing.is_set():
             return _failed("stopping", "the daemon is stopping")
         try:
             # Not under the lock: it may hang, as the interpreter may be on a server that is gone.
-            child = _launch(preparation, descriptor, self._arguments)
-            _limit_files(child.pid, preparation.request.directory)
+            child = _launch(order, descriptor, self._arguments)
+            _limit_files(child.pid, order.request.directory)
         except (OSError, RuntimeError, ValueError) as error:
-            return _failed("preparer_not_started", f"{preparation.interpreter}: {error}")
+            return _failed("preparer_not_started", f"{order.interpreter}: {error}")
         with self._lock:
             self._child = child
             if self._closing.is_set():
@@ -146,14 +142,14 @@ class Preparer:
 
     def _converse(
         self,
-        preparation: Preparation,
+        order: Order,
         decide: Callable[[SourceHashed], bool],
         connection: socket.socket,
         child: subprocess.Popen[bytes],
         deadline_s: float,
     ) -> PrepareReply | None:
         try:
-            frames.send(connection, preparation.request, deadline_s=deadline_s)
+            frames.send(connection, order.request, deadline_s=deadline_s)
             message = frames.receive(connection, deadline_s=deadline_s)
             if isinstance(message, SourceHashed):
                 _check_hashed(message)
@@ -168,10 +164,10 @@ class Preparer:
         except OSError:  # It is gone.
             message = None
         if message is None:
-            return self._death(preparation, child)
-        return _checked_reply(message, preparation.request.directory)
+            return self._death(order, child)
+        return _checked_reply(message, order.request.directory)
 
-    def _death(self, preparation: Preparation, child: subprocess.Popen[bytes]) -> PrepareReply:
+    def _death(self, order: Order, child: subprocess.Popen[bytes]) -> PrepareReply:
         try:
             status = child.wait(_END_PATIENCE_S)
         except subprocess.TimeoutExpired:
@@ -185,7 +181,7 @@ class Preparer:
         reply = _failed("preparer_died", f"it died ({how}); see the daemon's log")
         _logger.warning(
             "the preparer of %s died: %s; it stays with onnxruntime's own way",
-            preparation.request.path or "a model in memory",
+            order.request.path or "a model in memory",
             how,
         )
         return reply
@@ -230,11 +226,9 @@ def _is_file(path: str) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid()
 
 
-def _launch(
-    preparation: Preparation, descriptor: int, arguments: list[str]
-) -> subprocess.Popen[bytes]:
+def _launch(order: Order, descriptor: int, arguments: list[str]) -> subprocess.Popen[bytes]:
     # Paths relative to the working directory would let whoever owns that choose the code.
-    paths = [path for path in preparation.search_path if os.path.isabs(path)]
+    paths = [path for path in order.search_path if os.path.isabs(path)]
     # onnxruntime chooses kernels by its variables. Here they are those of whoever started the
     # daemon, and prepared models are for everybody.
     environment = {name: text for name, text in os.environ.items() if not name.startswith("ORT_")}
@@ -242,7 +236,7 @@ def _launch(
     environment.update(TRIMS_ENABLED="0", ORT_DISABLE_TELEMETRY="1")
     return subprocess.Popen(
         [
-            preparation.interpreter,
+            order.interpreter,
             "-I",
             "-S",
             "-c",
@@ -256,7 +250,7 @@ def _launch(
         stdout=subprocess.DEVNULL,
         cwd="/",
         env=environment,
-        pass_fds=(descriptor, preparation.request.source),
+        pass_fds=(descriptor, order.request.source),
         start_new_session=True,
     )
 

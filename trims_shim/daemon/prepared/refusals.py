@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from trims_shim.daemon.prepared.events import Action, DropRefusal, Failure, KeepRefusal
+from trims_shim.daemon.prepared.values import Action, DropRefusal, Failure, KeepRefusal
 from trims_shim.daemon.recent import Recent
 from trims_shim.wire.admin import PreparedStatus
 

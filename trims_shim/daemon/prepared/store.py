@@ -1,7 +1,7 @@
 """The store of prepared ONNX models: which exist, who leases them, what is being made, what goes.
 
 A pure state machine, ``(state, event, now) -> (state, actions)``: no I/O, no clock, no thread. Its
-owner (:mod:`trims_shim.daemon.prepared.models`) feeds it events and executes the actions in order.
+owner (:mod:`trims_shim.daemon.prepared.serving`) feeds it events and executes the actions in order.
 
 Rules
 1. An entry is keyed by everything that decides its content (:mod:`trims_shim.daemon.prepared.key`).
@@ -25,7 +25,8 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from trims_shim.daemon.leases import Leases
-from trims_shim.daemon.prepared.events import (
+from trims_shim.daemon.prepared.refusals import Refusals
+from trims_shim.daemon.prepared.values import (
     Action,
     Answer,
     Asking,
@@ -41,7 +42,6 @@ from trims_shim.daemon.prepared.events import (
     Verdict,
     Wait,
 )
-from trims_shim.daemon.prepared.refusals import Refusals
 from trims_shim.daemon.recent import Recent
 from trims_shim.errors import NoSpace, UnknownImage
 from trims_shim.printable import size

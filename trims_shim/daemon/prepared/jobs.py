@@ -1,8 +1,8 @@
-"""Preparations: the thread that has models prepared, one after the other, and publishes them.
+"""Jobs: the thread that has models prepared, one after the other, and publishes them.
 
 Owns the thread and the descriptors of models that wait for it; decides nothing. Its owner
-(:mod:`trims_shim.daemon.prepared.models`), which the thread tells through ``deliver``, says whether
-a model is wanted, once its content is known, and what becomes of it in the end.
+(:mod:`trims_shim.daemon.prepared.serving`), which the thread tells through ``deliver``, says
+whether a model is wanted, once its content is known, and what becomes of it in the end.
 
 What is published under a content's key was made of that content: identities are taken before the
 files are read and compared after the last read. A preparation begins when the model has been quiet
@@ -24,12 +24,12 @@ from typing import Protocol
 from trims_shim._version import __version__
 from trims_shim.daemon.loader import has_change_time, is_settled
 from trims_shim.daemon.prepared.directory import space_of
-from trims_shim.daemon.prepared.events import Content, Failure, Known
 from trims_shim.daemon.prepared.externals import external_identities, is_private, may_others_write
 from trims_shim.daemon.prepared.files import PreparedFiles, Published
 from trims_shim.daemon.prepared.key import LAYOUT_VERSION
 from trims_shim.daemon.prepared.manifest import FileStamp, Manifest
-from trims_shim.daemon.prepared.preparing import Preparation
+from trims_shim.daemon.prepared.preparing import Order
+from trims_shim.daemon.prepared.values import Content, Failure, Known
 from trims_shim.daemon.workers import Workers
 from trims_shim.errors import NotServed, TrimsError
 from trims_shim.memory.limits import available_bytes
@@ -38,7 +38,7 @@ from trims_shim.specs import Identity
 from trims_shim.wire import duties, messages
 from trims_shim.wire.handover import close_all
 
-__all__ = ["Ended", "Hashed", "Making", "Preparations", "Preparer"]
+__all__ = ["Ended", "Hashed", "Job", "Jobs", "Preparer"]
 
 _logger = logging.getLogger("trims_shim.daemon")
 
@@ -60,20 +60,20 @@ class Preparer(Protocol):
     """Makes prepared models: :class:`~.preparing.Preparer`, or a test's."""
 
     def run(
-        self, preparation: Preparation, decide: Callable[[duties.SourceHashed], bool]
+        self, order: Order, decide: Callable[[duties.SourceHashed], bool]
     ) -> duties.PrepareReply | None: ...
     def close(self) -> None: ...
 
 
 @dataclass(slots=True)
-class Making:
+class Job:
     """One preparation; owns ``descriptor``. The thread fills in the fields with a default.
 
     ``known`` is what was learned of the model's files, None for a model that is offered as memory.
     ``young`` is external data so new that a change might not have shown.
     """
 
-    job: int
+    number: int
     descriptor: int
     identity: Identity
     request: messages.OpenPreparedRequest
@@ -105,7 +105,7 @@ class Making:
 class Hashed:
     """The thread asks whether to go on. ``found``: another daemon has published the model."""
 
-    making: Making
+    job: Job
     needed_bytes: int
     short_bytes: int
     found: Published | None
@@ -114,13 +114,13 @@ class Hashed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A preparation ended: with a model, with ``making.failure``, or because it was not wanted."""
+    """A preparation ended: with a model, with ``job.failure``, or because it was not wanted."""
 
-    making: Making
+    job: Job
     published: Published | None = None
 
 
-class Preparations:
+class Jobs:
     """See the module docstring."""
 
     def __init__(
@@ -141,19 +141,19 @@ class Preparations:
         self._pool = pool or Workers(1)
         self._trusts_young_files = trusts_young_files
         self._closing = threading.Event()
-        self._waiting: dict[int, tuple[Making, Future[None]]] = {}
+        self._waiting: dict[int, tuple[Job, Future[None]]] = {}
 
-    def start(self, making: Making) -> None:
+    def start(self, job: Job) -> None:
         """Have a model prepared when its turn comes; owns its descriptor from here on."""
-        self._waiting[making.job] = (making, self._pool.submit(self._run, making))
+        self._waiting[job.number] = (job, self._pool.submit(self._run, job))
 
-    def end(self, job: int) -> None:
+    def end(self, job: Job) -> None:
         """Forget a preparation that has ended."""
-        del self._waiting[job]
+        del self._waiting[job.number]
 
     def memory_bytes(self) -> int:
         """Bytes of the waiting models that were offered as memory."""
-        waiting = (making for making, _ in self._waiting.values())
+        waiting = (job for job, _ in self._waiting.values())
         return sum(each.identity.size_bytes for each in waiting if each.is_memory)
 
     def close(self) -> None:
@@ -165,85 +165,84 @@ class Preparations:
 
     # --- the thread -------------------------------------------------------------------------------
 
-    def _run(self, making: Making) -> None:
+    def _run(self, job: Job) -> None:
         published = None
         try:
-            published = self._make(making)
+            published = self._make(job)
         except TrimsError as error:
-            making.failure = Failure(error.reason, str(error), is_lasting=False)
+            job.failure = Failure(error.reason, str(error), is_lasting=False)
         # Border: whatever a preparation dies of, the store has to know.
         except Exception as error:
             if not isinstance(error, OSError):
-                _logger.exception("preparing %s", making.name)
+                _logger.exception("preparing %s", job.name)
             text = f"{type(error).__name__}: {error}"
-            making.failure = Failure("not_prepared", text, is_lasting=False)
+            job.failure = Failure("not_prepared", text, is_lasting=False)
         finally:
-            close_all([making.descriptor])  # closing a file may report an error of its server
-        self._deliver(Ended(making, published))
+            close_all([job.descriptor])  # closing a file may report an error of its server
+        self._deliver(Ended(job, published))
 
-    def _make(self, making: Making) -> Published | None:
-        """None if the model was not wanted, or if ``making.failure`` says why there is none."""
+    def _make(self, job: Job) -> Published | None:
+        """None if the model was not wanted, or if ``job.failure`` says why there is none."""
         if self._closing.is_set():
             raise NotServed("stopping", "the daemon is stopping")
-        published = self._try(making)
-        if making.young:
+        published = self._try(job)
+        if job.young:
             # Only the first reading tells which files to wait for.
-            making.content = making.failure = None
-            published = self._try(making)
+            job.content = job.failure = None
+            published = self._try(job)
         return published
 
-    def _try(self, making: Making) -> Published | None:
-        self._wait_until_settled(making)
+    def _try(self, job: Job) -> Published | None:
+        self._wait_until_settled(job)
         # A file that was made for one session is gone by now: no process is started for it.
-        self._check_unchanged(making)
-        making.young = ()
+        self._check_unchanged(job)
+        job.young = ()
         started_ns = time.time_ns()
         directory = self._files.make()
         try:
             reply = self._preparer.run(
-                _preparation(making, directory),
-                lambda hashed: self._decide(making, hashed, started_ns),
+                _order(job, directory), lambda hashed: self._decide(job, hashed, started_ns)
             )
-            if reply is None or making.failure is not None:
+            if reply is None or job.failure is not None:
                 return None
             if reply.reason:
-                making.failure = Failure(reply.reason, reply.message, reply.is_lasting)
+                job.failure = Failure(reply.reason, reply.message, reply.is_lasting)
                 return None
-            if making.content is None:
+            if job.content is None:
                 raise NotServed("preparer_confused", "it did not say what it has prepared")
             # The preparer has read it more than once, by its name.
-            self._check_unchanged(making)
-            return self._files.publish(directory, _manifest(making, reply, started_ns))
+            self._check_unchanged(job)
+            return self._files.publish(directory, _manifest(job, reply, started_ns))
         finally:
             self._files.delete(directory)
 
-    def _wait_until_settled(self, making: Making) -> None:
-        if not (making.is_memory or has_change_time(making.descriptor, making.identity)):
+    def _wait_until_settled(self, job: Job) -> None:
+        if not (job.is_memory or has_change_time(job.descriptor, job.identity)):
             raise NotServed(
-                "unsettled_file", f"{making.name} is on a file system without times of changes"
+                "unsettled_file", f"{job.name} is on a file system without times of changes"
             )
         deadline_s = time.monotonic() + _SETTLE_PATIENCE_S
-        while not self._is_settled(making):
+        while not self._is_settled(job):
             if time.monotonic() > deadline_s or self._closing.wait(_POLL_S):
-                raise NotServed("unsettled_file", f"{making.name} has only just been changed")
+                raise NotServed("unsettled_file", f"{job.name} has only just been changed")
 
-    def _is_settled(self, making: Making) -> bool:
+    def _is_settled(self, job: Job) -> bool:
         now_ns = time.time_ns()
-        files = (making.identity, *making.young)
+        files = (job.identity, *job.young)
         if self._trusts_young_files or all(is_settled(each, now_ns) for each in files):
             return True
-        return making.is_memory and is_sealed(making.descriptor)
+        return job.is_memory and is_sealed(job.descriptor)
 
-    def _decide(self, making: Making, hashed: duties.SourceHashed, started_ns: int) -> bool:
+    def _decide(self, job: Job, hashed: duties.SourceHashed, started_ns: int) -> bool:
         try:
-            self._note_content(making, hashed, started_ns)
+            self._note_content(job, hashed, started_ns)
         except NotServed as error:
-            making.failure = Failure(error.reason, str(error), is_lasting=False)
+            job.failure = Failure(error.reason, str(error), is_lasting=False)
             return False
-        needed_bytes = _GROWTH * making.source_bytes
+        needed_bytes = _GROWTH * job.source_bytes
         short_bytes = _SCRATCH * needed_bytes - space_of(self._files.directory).spare_bytes
-        found = self._files.load(making.key)
-        event = Hashed(making, needed_bytes, short_bytes, found)
+        found = self._files.load(job.key)
+        event = Hashed(job, needed_bytes, short_bytes, found)
         self._deliver(event)
         while True:
             try:
@@ -252,80 +251,80 @@ class Preparations:
                 if self._closing.is_set():
                     return False
 
-    def _note_content(self, making: Making, hashed: duties.SourceHashed, started_ns: int) -> None:
+    def _note_content(self, job: Job, hashed: duties.SourceHashed, started_ns: int) -> None:
         """Raises NotServed if the files have changed, or may have, or if memory is short."""
         files = sorted(hashed.externals, key=lambda each: each.location)
         content = Content(hashed.digest, tuple((each.location, each.digest) for each in files))
-        if not making.is_memory:
-            directory = os.path.dirname(making.request.path) if files else ""
+        if not job.is_memory:
+            directory = os.path.dirname(job.request.path) if files else ""
             identities = tuple(each.identity for each in files)
-            if not self._is_ours_alone(making, hashed):
-                place = repr((making.identity, directory, identities))
+            if not self._is_ours_alone(job, hashed):
+                place = repr((job.identity, directory, identities))
                 content = replace(content, place=place)
-            making.known = Known(making.identity, content, directory, identities)
-        making.content = content
-        making.key = self._key_of(content, making.request.recipe)
-        self._check_unchanged(making)
-        externals = () if making.known is None else making.known.externals
+            job.known = Known(job.identity, content, directory, identities)
+        job.content = content
+        job.key = self._key_of(content, job.request.recipe)
+        self._check_unchanged(job)
+        externals = () if job.known is None else job.known.externals
         if not self._trusts_young_files:
-            making.young = tuple(each for each in externals if not is_settled(each, started_ns))
-        if making.young:
-            making.known = None
+            job.young = tuple(each for each in externals if not is_settled(each, started_ns))
+        if job.young:
+            job.known = None
             raise NotServed("unsettled_file", "its external data has only just been changed")
-        if _MEMORY_GROWTH * making.source_bytes > available_bytes():
+        if _MEMORY_GROWTH * job.source_bytes > available_bytes():
             raise NotServed("no_memory", "too little memory is free to prepare it")
 
-    def _is_ours_alone(self, making: Making, hashed: duties.SourceHashed) -> bool:
+    def _is_ours_alone(self, job: Job, hashed: duties.SourceHashed) -> bool:
         """Whether nobody else can have changed the files since they were hashed.
 
         Not every change shows in a file's identity: a process that has mapped it may write to it.
         And a user who may rename a directory may put other files in its place for a while.
         """
-        if may_others_write(os.fstat(making.descriptor)):
+        if may_others_write(os.fstat(job.descriptor)):
             return False
         # With external files, the model itself is opened once more by its name.
         paths = [each.path for each in hashed.externals]
-        return not paths or all(map(is_private, [making.request.path, *paths]))
+        return not paths or all(map(is_private, [job.request.path, *paths]))
 
-    def _check_unchanged(self, making: Making) -> None:
-        known = making.known
-        is_same = Identity.from_stat(os.fstat(making.descriptor)) == making.identity
+    def _check_unchanged(self, job: Job) -> None:
+        known = job.known
+        is_same = Identity.from_stat(os.fstat(job.descriptor)) == job.identity
         if known is not None and known.externals:
             locations = (location for location, _ in known.content.externals)
-            found = external_identities(making.request.path, locations)
+            found = external_identities(job.request.path, locations)
             is_same = is_same and found == known.externals
         if not is_same:
-            making.known = None
-            raise NotServed("file_changed", f"{making.name} changed while it was prepared")
+            job.known = None
+            raise NotServed("file_changed", f"{job.name} changed while it was prepared")
 
 
-def _preparation(making: Making, directory: str) -> Preparation:
-    asked = making.request
+def _order(job: Job, directory: str) -> Order:
+    asked = job.request
     request = duties.PrepareRequest(
         protocol=messages.PROTOCOL_VERSION,
-        source=making.descriptor,
+        source=job.descriptor,
         path=asked.path,
         recipe=asked.recipe,
         package=asked.package,
         directory=directory,
     )
-    return Preparation(request, making.interpreter, asked.search_path)
+    return Order(request, job.interpreter, asked.search_path)
 
 
-def _manifest(making: Making, reply: duties.PrepareReply, started_ns: int) -> Manifest:
-    assert making.content is not None
+def _manifest(job: Job, reply: duties.PrepareReply, started_ns: int) -> Manifest:
+    assert job.content is not None
     now_ns = time.time_ns()
     return Manifest(
         layout=LAYOUT_VERSION,
-        key=making.key,
+        key=job.key,
         package=__version__,
-        content=making.content,
-        recipe=making.request.recipe,
+        content=job.content,
+        recipe=job.request.recipe,
         probe=reply.probe,
         made_ns=now_ns,
         prepare_ns=now_ns - started_ns,
-        names=(making.request.path,) if making.request.path else (),
-        sources=() if making.known is None else (making.known,),
+        names=(job.request.path,) if job.request.path else (),
+        sources=() if job.known is None else (job.known,),
         model=FileStamp(0, 0, 0, 0),
         weights=None,
     )

@@ -1,9 +1,9 @@
 """Prepared ONNX models: who gets which, and the execution of what their store decides.
 
 Owns the requests for them and the directory, with a thread that scans it and deletes. That thread
-and the one that prepares (:mod:`trims_shim.daemon.prepared.making`) put events on a queue and wake
-the server, and :meth:`Prepared.finish` takes them from there, so that the store needs no lock. All
-methods are called by the server's thread, and none waits for anything but ``stat``.
+and the one that prepares (:mod:`trims_shim.daemon.prepared.jobs`) put events on a queue and wake
+the server, and :meth:`PreparedModels.finish` takes them from there, so that the store needs no
+lock. All methods are called by the server's thread, and none waits for anything but ``stat``.
 
 The directory is scanned after the start; requests that arrive before that are answered then.
 
@@ -27,14 +27,27 @@ from trims_shim._version import __version__
 from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.prepared.clients import (
+    EarlyRequests,
     flight_of,
     hit_reply,
     identity_of,
     refusal_reply,
 )
 from trims_shim.daemon.prepared.directory import PreparedSettings, space_of
-from trims_shim.daemon.prepared.early import EarlyRequests
-from trims_shim.daemon.prepared.events import (
+from trims_shim.daemon.prepared.externals import external_identities
+from trims_shim.daemon.prepared.files import PreparedFiles, Published, Scan
+from trims_shim.daemon.prepared.interpreters import cpu_identity, interpreter_of, namespace_problem
+from trims_shim.daemon.prepared.jobs import (
+    Ended,
+    Hashed,
+    Job,
+    Jobs,
+    Preparer,
+)
+from trims_shim.daemon.prepared.key import LAYOUT_VERSION, entry_key
+from trims_shim.daemon.prepared.manifest import RefusalRecord
+from trims_shim.daemon.prepared.store import PreparedStore
+from trims_shim.daemon.prepared.values import (
     Action,
     Asking,
     Content,
@@ -47,19 +60,6 @@ from trims_shim.daemon.prepared.events import (
     Start,
     Wait,
 )
-from trims_shim.daemon.prepared.externals import external_identities
-from trims_shim.daemon.prepared.files import PreparedFiles, Published, Scan
-from trims_shim.daemon.prepared.interpreters import cpu_identity, interpreter_of, namespace_problem
-from trims_shim.daemon.prepared.key import LAYOUT_VERSION, entry_key
-from trims_shim.daemon.prepared.making import (
-    Ended,
-    Hashed,
-    Making,
-    Preparations,
-    Preparer,
-)
-from trims_shim.daemon.prepared.manifest import RefusalRecord
-from trims_shim.daemon.prepared.store import PreparedStore
 from trims_shim.daemon.sessions import Session
 from trims_shim.daemon.workers import Workers
 from trims_shim.errors import (
@@ -73,7 +73,7 @@ from trims_shim.memory.limits import available_bytes
 from trims_shim.specs import Identity
 from trims_shim.wire import admin, messages
 
-__all__ = ["Prepared"]
+__all__ = ["PreparedModels"]
 
 _logger = logging.getLogger("trims_shim.daemon")
 
@@ -98,7 +98,7 @@ class _Opened:
     problem: str
 
 
-class Prepared:
+class PreparedModels:
     """See the module docstring."""
 
     def __init__(
@@ -119,7 +119,7 @@ class Prepared:
         self._files = PreparedFiles(settings.directory, judgement=settings.judgement)
         self._store = PreparedStore(0, numbers=numbers)
         self._aside = pool or Workers(1)
-        self._preparations = Preparations(
+        self._jobs = Jobs(
             self._files,
             preparer,
             key_of=self._key_of,
@@ -190,7 +190,7 @@ class Prepared:
 
     def close(self) -> None:
         """Give preparations up and end the threads, unless stuck. What is on the disk stays."""
-        self._preparations.close()
+        self._jobs.close()
         if isinstance(self._aside, Workers):
             self._aside.shutdown(patience_s=_END_PATIENCE_S)
         self._files.close()
@@ -348,11 +348,11 @@ class Prepared:
         except NotServed:
             self._store.unwanted(job)
             raise
-        self._preparations.start(Making(job, offer.take(), identity, message, interpreter))
+        self._jobs.start(Job(job, offer.take(), identity, message, interpreter))
 
     def _check_memory(self, size_bytes: int) -> None:
         """Models that were offered as memory stay there until they are prepared."""
-        waiting_bytes = self._preparations.memory_bytes() + size_bytes
+        waiting_bytes = self._jobs.memory_bytes() + size_bytes
         if waiting_bytes > available_bytes() // _HELD_FRACTION:
             raise NotServed("no_memory", f"{waiting_bytes} bytes of models would wait in memory")
 
@@ -377,13 +377,13 @@ class Prepared:
         self._store.adopt(published.entry)
 
     def _on_hashed(self, event: Hashed) -> None:
-        making = event.making
-        if event.found is not None and making.key not in self._published:
+        job = event.job
+        if event.found is not None and job.key not in self._published:
             self._adopt(replace(event.found, used_ns=time.time_ns()))
             self._execute(self._store.fit())
         verdict = self._store.hashed(
-            making.job,
-            making.key,
+            job.number,
+            job.key,
             time.time_ns(),
             needed_bytes=event.needed_bytes,
             short_bytes=event.short_bytes,
@@ -392,24 +392,24 @@ class Prepared:
         event.answer.put(verdict.is_wanted)
 
     def _on_ended(self, event: Ended) -> None:
-        making, published = event.making, event.published
-        self._preparations.end(making.job)
-        if making.known is not None:
-            self._store.learn(making.known)
+        job, published = event.job, event.published
+        self._jobs.end(job)
+        if job.known is not None:
+            self._store.learn(job.known)
         if published is not None:
             self._front.counters["prepared_made"] += 1
-            self._published.setdefault(making.key, published)
-            self._execute(self._store.made(making.job, published.entry, time.time_ns()))
-        elif making.failure is not None:
+            self._published.setdefault(job.key, published)
+            self._execute(self._store.made(job.number, published.entry, time.time_ns()))
+        elif job.failure is not None:
             self._front.counters["prepared_failed"] += 1
-            failure = making.failure
-            _logger.info("%s: %s: %s", making.name, failure.reason, failure.message)
-            actions = self._store.failed(making.job, making.failure, time.time_ns())
-            self._execute(actions, known=making.known)
+            failure = job.failure
+            _logger.info("%s: %s: %s", job.name, failure.reason, failure.message)
+            actions = self._store.failed(job.number, job.failure, time.time_ns())
+            self._execute(actions, known=job.known)
         else:
-            self._store.unwanted(making.job)
-            if making.known is not None:
-                self._do_aside(self._files.add_source, making.key, making.known)
+            self._store.unwanted(job.number)
+            if job.known is not None:
+                self._do_aside(self._files.add_source, job.key, job.known)
 
     def _execute(self, actions: Iterable[Action], *, known: Known | None = None) -> list[DropEntry]:
         """Return what was dropped. ``known``: of the model that is refused."""
