@@ -47,14 +47,14 @@ from trims_shim.client.pool import Line
 from trims_shim.client.session import Conversation
 from trims_shim.config import Config
 from trims_shim.daemon.eviction import eviction_policy
-from trims_shim.daemon.front import Front, Request
+from trims_shim.daemon.front import Request
 from trims_shim.daemon.loader import Loader
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.prepared.directory import PreparedSettings
 from trims_shim.daemon.prepared.preparing import Order
 from trims_shim.daemon.prepared.serving import PreparedModels
-from trims_shim.daemon.requests import add_counters, handle
+from trims_shim.daemon.requests import Daemon, add_counters, handle
 from trims_shim.daemon.sessions import Limits, Session, Sessions
 from trims_shim.daemon.store import Announce, ImageRow, Store
 from trims_shim.daemon.tiers import DeviceSettings, HostTier, Tier, Tiers
@@ -256,10 +256,10 @@ class _HostTier(HostTier):
         return 0
 
 
-class _Server(Front):
+class _Server(Daemon):
     """The daemon's half, in place of :class:`trims_shim.daemon.server.Server` and its sockets.
 
-    One lock stands for the server's single thread. The request handlers use the public names.
+    One lock stands for the server's single thread.
     """
 
     memory_reason = "a fake daemon for tests"
@@ -379,7 +379,7 @@ class _Server(Front):
 
     def report(self, report: messages.StatsReport) -> None:
         with self.changed:
-            add_counters(cast(Any, self), report)
+            add_counters(self, report)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -398,8 +398,7 @@ class _Server(Front):
             try:
                 if is_open:
                     self._note_open(request, envelope.message)
-                # The handlers use no more of a server than this class has.
-                reply = handle(cast(Any, self), request, envelope.message)
+                reply = handle(self, request, envelope.message)
             except TrimsError as error:
                 reply = self.error_reply(error)
             if reply is not None:

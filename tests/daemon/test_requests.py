@@ -16,7 +16,7 @@ from fronts import HostFront
 from trims_shim.daemon import ingest, requests
 from trims_shim.daemon.front import Request
 from trims_shim.daemon.loader import Finished, Hashing
-from trims_shim.daemon.requests import add_counters, handle
+from trims_shim.daemon.requests import Daemon, add_counters, handle
 from trims_shim.daemon.sessions import Session
 from trims_shim.daemon.store import Ingested, Opening, StartIngest
 from trims_shim.errors import (
@@ -38,7 +38,7 @@ LOADING = 99
 """The session that loads images in these tests."""
 
 
-class Server(HostFront):
+class Server(HostFront, Daemon):
     """What the handlers need of one."""
 
     memory_reason, started_ns, idle_exit_s, config_hash = "reason", 1, 5.0, "hash"
@@ -81,8 +81,7 @@ class Server(HostFront):
         return digest
 
     def ask(self, session: Session, message: Any) -> Any:
-        server: Any = self
-        return handle(server, Request(session, 1, b"route"), message)
+        return handle(self, Request(session, 1, b"route"), message)
 
     def status(self, session: Session) -> admin.GetStatusReply:
         reply = self.ask(session, admin.GetStatusRequest())

@@ -7,18 +7,22 @@ see all. A request means an image at every tier that has it, unless it names one
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trims_shim._version import __version__
-from trims_shim.daemon.front import Request
+from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.loader import Hashing
+from trims_shim.daemon.openings import Openings
+from trims_shim.daemon.prepared.serving import PreparedModels
 from trims_shim.daemon.sessions import Session
 from trims_shim.daemon.store import DropImage, ImageRow
+from trims_shim.daemon.tiers import Tier, Tiers
 from trims_shim.errors import (
     AccessDenied,
     MalformedMessage,
@@ -29,10 +33,7 @@ from trims_shim.errors import (
 from trims_shim.specs import Digest
 from trims_shim.wire import admin, messages
 
-if TYPE_CHECKING:
-    from trims_shim.daemon.server import Server
-
-__all__ = ["add_counters", "handle"]
+__all__ = ["Daemon", "add_counters", "handle"]
 
 _COUNTERS_LIMIT = 512
 _COUNTER_LIMIT = 1 << 62
@@ -46,7 +47,32 @@ _PREPARED_NAMES_LIMIT_BYTES = 64 << 10
 messages.CONTROL_MESSAGE_LIMIT_BYTES."""
 
 
-def handle(server: Server, request: Request, message: Any) -> Any:
+class Daemon(Front):
+    """What the handlers work with: the server, or what stands for it in tests."""
+
+    tiers: Tiers
+    openings: Openings
+    prepared: PreparedModels
+    started_ns: int
+    idle_exit_s: float
+    config_hash: str
+    memory_reason: str
+    """Why host memory is of no better kind."""
+
+    @abc.abstractmethod
+    def stop(self) -> None:
+        """Accept no client any more, finish what is in flight, then end."""
+
+    @abc.abstractmethod
+    def check_jobs(self, session: Session) -> None:
+        """Raise TooManyRequests if the user may have no further job, with its descriptors."""
+
+    @abc.abstractmethod
+    def run_later(self, request: Request, tier: Tier, work: Callable[[], Any]) -> None:
+        """Answer with the result of ``work``, in a tier's thread, while other requests go on."""
+
+
+def handle(daemon: Daemon, request: Request, message: Any) -> Any:
     """Execute a request; return the reply, or None if it comes later.
 
     Raises UnknownMessage, AccessDenied, UnknownImage, NoSpace...
@@ -54,26 +80,26 @@ def handle(server: Server, request: Request, message: Any) -> Any:
     handler = _HANDLERS.get(type(message))
     if handler is None:
         raise UnknownMessage(f"{type(message).__name__} is not a request")
-    return handler(server, request, message)
+    return handler(daemon, request, message)
 
 
-def _find(server: Server, session: Session, text: str, *, tier: str = "") -> Digest:
+def _find(daemon: Daemon, session: Session, text: str, *, tier: str = "") -> Digest:
     user, may_see_all = session.peer.uid, session.is_privileged
-    digest = server.tiers.find(text, user=user, may_see_all=may_see_all, tier=tier)
-    if may_see_all or any(each.store.is_named_by(digest, user) for each in server.tiers):
+    digest = daemon.tiers.find(text, user=user, may_see_all=may_see_all, tier=tier)
+    if may_see_all or any(each.store.is_named_by(digest, user) for each in daemon.tiers):
         return digest
     raise AccessDenied(f"image {digest[:12]} is not yours; load its file first")
 
 
 def _status(
-    server: Server, request: Request, message: admin.GetStatusRequest
+    daemon: Daemon, request: Request, message: admin.GetStatusRequest
 ) -> admin.GetStatusReply:
     session = request.session
-    host = server.tiers.host
+    host = daemon.tiers.host
     totals = host.store.totals()
     memory = admin.MemoryStatus(
         host.loader.memory.kind.value,
-        server.memory_reason,
+        daemon.memory_reason,
         totals.budget_bytes,
         totals.resident_bytes,
         totals.reserved_bytes,
@@ -84,26 +110,26 @@ def _status(
         package=__version__,
         protocol=messages.PROTOCOL_VERSION,
         pid=os.getpid(),
-        started_ns=server.started_ns,
+        started_ns=daemon.started_ns,
         now_ns=time.time_ns(),
-        idle_exit_s=server.idle_exit_s,
-        config_hash=server.config_hash,
+        idle_exit_s=daemon.idle_exit_s,
+        config_hash=daemon.config_hash,
         memory=memory,
-        images=tuple(_images_status(server, session)),
-        clients=tuple(_client_status(server, session)[:_CLIENTS_IN_STATUS]),
-        counters=dict(server.counters),
-        devices=tuple(each.status() for each in server.tiers.devices),
-        prepared=tuple(_prepared_status(server)) if may_see_prepared else (),
-        storage=server.prepared.storage() if may_see_prepared else None,
+        images=tuple(_images_status(daemon, session)),
+        clients=tuple(_client_status(daemon, session)[:_CLIENTS_IN_STATUS]),
+        counters=dict(daemon.counters),
+        devices=tuple(each.status() for each in daemon.tiers.devices),
+        prepared=tuple(_prepared_status(daemon)) if may_see_prepared else (),
+        storage=daemon.prepared.storage() if may_see_prepared else None,
     )
 
 
-def _images_status(server: Server, session: Session) -> list[admin.ImageStatus]:
+def _images_status(daemon: Daemon, session: Session) -> list[admin.ImageStatus]:
     """As many images as fit a reply, most recently used first; names are left out before images."""
     found = []
     left = _STATUS_NAMES_LIMIT_BYTES
     limit = _IMAGES_IN_STATUS
-    rows = [(tier.name, row) for tier in server.tiers for row in tier.store.images(limit)]
+    rows = [(tier.name, row) for tier in daemon.tiers for row in tier.store.images(limit)]
     rows.sort(key=lambda each: -each[1].used_ns)
     may_see_all, user = session.is_privileged, session.peer.uid
     for tier, row in rows[:limit]:
@@ -123,11 +149,11 @@ def _fitting(names: Iterable[str], left_bytes: int) -> tuple[tuple[str, ...], in
     return tuple(found), left_bytes
 
 
-def _prepared_status(server: Server) -> list[admin.PreparedStatus]:
+def _prepared_status(daemon: Daemon) -> list[admin.PreparedStatus]:
     """As many prepared models as fit a reply: those under way, then by last use, then refused."""
     found = []
     left = _PREPARED_NAMES_LIMIT_BYTES
-    for row in server.prepared.rows()[:_PREPARED_IN_STATUS]:
+    for row in daemon.prepared.rows()[:_PREPARED_IN_STATUS]:
         names, left = _fitting(row.names, left)
         found.append(dataclasses.replace(row, names=names))
     return found
@@ -149,39 +175,39 @@ def _image_status(row: ImageRow, names: tuple[str, ...], tier: str) -> admin.Ima
     )
 
 
-def _client_status(server: Server, session: Session) -> list[admin.ClientStatus]:
+def _client_status(daemon: Daemon, session: Session) -> list[admin.ClientStatus]:
     return [
         admin.ClientStatus(
             each.pid or each.peer.pid,
             each.peer.uid,
             each.package,
-            server.tiers.lease_count(each.number) + server.prepared.lease_count(each.number),
+            daemon.tiers.lease_count(each.number) + daemon.prepared.lease_count(each.number),
             each.requests,
             each.connected_ns,
         )
-        for each in server.sessions
+        for each in daemon.sessions
         if each.is_greeted and (session.is_privileged or each.peer.uid == session.peer.uid)
     ]
 
 
-def _pin(server: Server, request: Request, message: admin.PinImageRequest) -> admin.PinImageReply:
-    digest = _find(server, request.session, message.image)
-    for tier in server.tiers.holding(digest):
+def _pin(daemon: Daemon, request: Request, message: admin.PinImageRequest) -> admin.PinImageReply:
+    digest = _find(daemon, request.session, message.image)
+    for tier in daemon.tiers.holding(digest):
         actions = tier.store.pin(digest, is_pinned=message.is_pinned)
-        server.openings.execute(tier, actions)
+        daemon.openings.execute(tier, actions)
     return admin.PinImageReply(digest)
 
 
 def _evict(
-    server: Server, request: Request, message: admin.EvictImageRequest
+    daemon: Daemon, request: Request, message: admin.EvictImageRequest
 ) -> admin.EvictImageReply:
     """From all tiers, the image is dropped; from one, whose memory is wanted, it may move."""
     if message.image:
-        digest = _find(server, request.session, message.image, tier=message.tier)
-        tiers = server.tiers.holding(digest, tier=message.tier)
+        digest = _find(daemon, request.session, message.image, tier=message.tier)
+        tiers = daemon.tiers.holding(digest, tier=message.tier)
     elif request.session.is_privileged:
         digest = ""
-        tiers = [server.tiers.named(message.tier)] if message.tier else list(server.tiers)
+        tiers = [daemon.tiers.named(message.tier)] if message.tier else list(daemon.tiers)
     else:
         raise AccessDenied("only the daemon's own user may evict everything; name an image")
     dropped: dict[Digest, None] = {}
@@ -196,17 +222,17 @@ def _evict(
             continue
         freed_bytes += before.resident_bytes - tier.store.totals().resident_bytes
         dropped.update((each.digest, None) for each in actions if isinstance(each, DropImage))
-        server.openings.execute(tier, actions, may_demote=bool(message.tier))
+        daemon.openings.execute(tier, actions, may_demote=bool(message.tier))
     if refusal is not None and not dropped:
         raise refusal
     return admin.EvictImageReply(tuple(dropped), freed_bytes)
 
 
-def _verify(server: Server, request: Request, message: admin.VerifyImageRequest) -> None:
+def _verify(daemon: Daemon, request: Request, message: admin.VerifyImageRequest) -> None:
     """Hash an image at every tier that has it, or at the named one."""
-    server.check_jobs(request.session)
-    digest = _find(server, request.session, message.image, tier=message.tier)
-    tiers = server.tiers.holding(digest, tier=message.tier)
+    daemon.check_jobs(request.session)
+    digest = _find(daemon, request.session, message.image, tier=message.tier)
+    tiers = daemon.tiers.holding(digest, tier=message.tier)
     with contextlib.ExitStack() as held:
         hashings: dict[str, Hashing] = {}
         for tier in tiers:
@@ -220,7 +246,7 @@ def _verify(server: Server, request: Request, message: admin.VerifyImageRequest)
         others = [each.computed for each in checks if each.computed != digest]
         return admin.VerifyImageReply(digest, others[0] if others else digest, checks)
 
-    server.run_later(request, tiers[0], work)
+    daemon.run_later(request, tiers[0], work)
 
 
 def _check(tier: str, hashing: Hashing) -> admin.TierCheck:
@@ -230,31 +256,31 @@ def _check(tier: str, hashing: Hashing) -> admin.TierCheck:
         return admin.TierCheck(tier, "", str(error)[:_CHECK_LIMIT])
 
 
-def add_counters(server: Server, report: messages.StatsReport) -> None:
+def add_counters(front: Front, report: messages.StatsReport) -> None:
     """Add a client's counters to the totals. Raises MalformedMessage for too many or too long."""
     if any(len(key) > messages.COUNTER_NAME_LIMIT for key in report.counters):
         raise MalformedMessage("a counter's name is too long")
     for key, amount in report.counters.items():
         name = f"client.{key}"
-        if name in server.counters or len(server.counters) < _COUNTERS_LIMIT:
-            total = server.counters[name] + max(0, min(amount, 1 << 50))
+        if name in front.counters or len(front.counters) < _COUNTERS_LIMIT:
+            total = front.counters[name] + max(0, min(amount, 1 << 50))
             # It has to fit an integer of msgpack: else no status could be sent any more.
-            server.counters[name] = min(total, _COUNTER_LIMIT)
+            front.counters[name] = min(total, _COUNTER_LIMIT)
 
 
 def _stop(
-    server: Server, request: Request, message: admin.StopDaemonRequest
+    daemon: Daemon, request: Request, message: admin.StopDaemonRequest
 ) -> admin.StopDaemonReply:
     if not request.session.is_privileged:
         raise AccessDenied("only the daemon's own user may stop it")
-    server.stop()
+    daemon.stop()
     return admin.StopDaemonReply()
 
 
-_HANDLERS: dict[type, Callable[[Server, Request, Any], Any]] = {
-    messages.OpenImageRequest: lambda server, *asked: server.openings.open(*asked),
-    messages.OpenPreparedRequest: lambda server, *asked: server.prepared.open(*asked),
-    admin.EvictPreparedRequest: lambda server, *asked: server.prepared.evict(*asked),
+_HANDLERS: dict[type, Callable[[Daemon, Request, Any], Any]] = {
+    messages.OpenImageRequest: lambda daemon, *asked: daemon.openings.open(*asked),
+    messages.OpenPreparedRequest: lambda daemon, *asked: daemon.prepared.open(*asked),
+    admin.EvictPreparedRequest: lambda daemon, *asked: daemon.prepared.evict(*asked),
     admin.GetStatusRequest: _status,
     admin.PinImageRequest: _pin,
     admin.EvictImageRequest: _evict,

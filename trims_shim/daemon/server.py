@@ -33,7 +33,7 @@ from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.prepared.serving import PreparedModels
-from trims_shim.daemon.requests import add_counters, handle
+from trims_shim.daemon.requests import Daemon, add_counters, handle
 from trims_shim.daemon.sessions import Session, Sessions, descriptors_are_scarce
 from trims_shim.daemon.store import Announce
 from trims_shim.daemon.tiers import Tier, Tiers
@@ -62,7 +62,7 @@ _PACKETS_BEFORE_AN_OFFER = 4096
 _WARNING_INTERVAL_S = 60.0
 
 
-class Server(Front):
+class Server(Daemon):
     """See the module docstring."""
 
     def __init__(
@@ -360,7 +360,7 @@ class Server(Front):
         session.requests += 1
 
     def run_later(self, request: Request, tier: Tier, work: Callable[[], Any]) -> None:
-        """Answer with the result of ``work``, in a tier's thread, while the loop goes on."""
+        """See :class:`Daemon`."""
 
         def done(result: Any) -> None:
             if isinstance(result, Exception):
@@ -373,7 +373,7 @@ class Server(Front):
         tier.loader.run(work, done)
 
     def check_jobs(self, session: Session) -> None:
-        """Raise TooManyRequests if the user may have no further job, with its descriptors."""
+        """See :class:`Daemon`."""
         limit = self.sessions.limits.checks_per_user
         if self._jobs[session.peer.uid] >= limit:
             raise TooManyRequests(f"more than {limit} images to verify at a time")
