@@ -50,6 +50,8 @@ class FakePreparer:
         self.weights: bytes | None = b"packed weights"
         self.on_made: Callable[[Order], None] = lambda order: None
         self.is_closed = False
+        self.timeout_s = 1e6
+        self.given_up = 0
 
     def run(
         self, order: Order, decide: Callable[[duties.SourceHashed], bool]
@@ -73,6 +75,9 @@ class FakePreparer:
                 Path(request.directory, "weights.bin").write_bytes(self.weights)
         self.on_made(order)
         return self.reply
+
+    def give_up(self) -> None:
+        self.given_up += 1
 
     def close(self) -> None:
         self.is_closed = True

@@ -24,6 +24,7 @@ child finds no daemon and loads privately.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import secrets
 import shutil
@@ -236,6 +237,8 @@ class _Deferred(Executor):
 class _Preparer:
     """Prepares models of any size in this process, with its onnxruntime."""
 
+    timeout_s = math.inf
+
     def run(
         self, order: Order, decide: Callable[[duties.SourceHashed], bool]
     ) -> duties.PrepareReply | None:
@@ -244,6 +247,9 @@ class _Preparer:
 
         verifying.share_from(0)
         return preparer.prepare(order.request, decide)
+
+    def give_up(self) -> None:
+        """Do nothing: no process runs."""
 
     def close(self) -> None:
         """Do nothing: no process runs."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import PATIENCE_S
+from harness import PATIENCE_S, wait_until
 from prepared_models import RECIPE, FakePreparer, digest_of
 
 from trims_shim.config import ShareOrSize
@@ -327,21 +327,63 @@ class TestLife:
         assert took_s < PATIENCE_S / 2
 
     def test_the_end_does_not_wait_for_a_file_whose_server_is_gone(
-        self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
+        self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        is_asked, answers = self.make_silent(model, monkeypatch, lambda: True)
+        monkeypatch.setattr(prepared_jobs, "_END_PATIENCE_S", 0.05)
+        assert world.outcome(model) == "preparing"
+        self.check_that_it_ends(world, is_asked, answers)
+
+    @staticmethod
+    def make_silent(
+        model: Path, monkeypatch: pytest.MonkeyPatch, is_gone: Callable[[], bool]
+    ) -> tuple[threading.Event, threading.Event]:
+        """Have the server of a file answer nothing once it is gone, until the second event."""
         is_asked, answers, fstat = threading.Event(), threading.Event(), os.fstat
 
         def hang(descriptor: int) -> os.stat_result:
-            if os.readlink(f"/proc/self/fd/{descriptor}") == str(model):
+            if is_gone() and os.readlink(f"/proc/self/fd/{descriptor}") == str(model):
                 is_asked.set()
                 answers.wait(PATIENCE_S)
             return fstat(descriptor)
 
-        world = make_world()
-        monkeypatch.setattr(prepared_jobs, "_END_PATIENCE_S", 0.05)
         monkeypatch.setattr(os, "fstat", hang)
+        return is_asked, answers
+
+    @pytest.mark.parametrize("is_begun", [False, True], ids=["before", "while it is prepared"])
+    def test_a_file_whose_server_is_gone_keeps_no_other_waiting(
+        self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch, is_begun: bool
+    ) -> None:
+        """Found: nor did the daemon end when idle."""
+        other = model.with_name("other.onnx")
+        other.write_bytes(b"other")
+        orders = world.preparer.orders
+        is_asked, answers = self.make_silent(model, monkeypatch, lambda: bool(orders) == is_begun)
         assert world.outcome(model) == "preparing"
-        self.check_that_it_ends(world, is_asked, answers)
+        assert is_asked.wait(PATIENCE_S)
+        world.prepared.tend()
+        assert world.is_preparing(), "it has time"
+        now_s = time.monotonic() + world.preparer.timeout_s + 61
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "monotonic", lambda: now_s)
+            world.prepared.tend()
+        assert not world.prepared.is_needed()
+        assert world.outcome(model) == "refused preparer_stalled"
+        assert world.preparer.given_up == 1
+        try:
+            world.make(other)
+            world.hit(other)
+        finally:
+            answers.set()
+        wait_until(lambda: not self.goes_on(world), "the thread is done")
+        assert world.outcome(model) == "refused preparer_stalled"
+        assert world.preparer.verdicts == [True, False], "it is not wanted any more"
+
+    @staticmethod
+    def goes_on(world: World) -> bool:
+        world.prepared.finish()
+        world.prepared.tend()
+        return bool(world.prepared._jobs._stuck)
 
     def test_the_end_does_not_wait_for_a_directory_whose_disk_is_gone(
         self, make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch

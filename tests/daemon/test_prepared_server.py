@@ -108,6 +108,17 @@ def test_the_end_of_a_connection_is_the_end_of_its_leases(setting: Setting) -> N
     wait_until(lambda: setting.row().leases == 1, "the other's lease released")
 
 
+def test_a_preparation_that_does_not_end_is_given_up(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trims_shim.daemon.prepared.jobs._GRACE_S", 0.0)
+    setting.preparer.timeout_s = 0.0
+    setting.preparer.gate.clear()
+    assert setting.reason() == "preparing"
+    setting.settle()
+    assert setting.row().reason == "preparer_stalled"
+
+
 def test_bytes(setting: Setting) -> None:
     def look() -> PreparedModel:
         return setting.cache.open_prepared(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -97,7 +98,7 @@ class Fakes:
 
     def close(self) -> None:
         for each in self.preparers:
-            assert each.pid is None
+            assert not each._children
             each.close()
 
 
@@ -183,26 +184,21 @@ class TestConversation:
             fakes.preparer().run(order, decide)
         os.close(order.request.source)
 
-    def test_one_at_a_time(self, fakes: Fakes) -> None:
+    def test_what_is_given_up_has_no_process(self, fakes: Fakes) -> None:
+        """Though nobody goes on with it: the server of the model's file may be gone."""
         preparer = fakes.preparer()
-        lock = fakes.tmp_path / "running"
-        code = (
-            f"descriptor = os.open({str(lock)!r}, os.O_CREAT | os.O_EXCL)\n"
-            f"time.sleep(0.1); os.unlink({str(lock)!r})\n"
-            "say(duties.PrepareReply('done'))\n"
-        )
-        order = fakes.order(code)
-        replies: list[PrepareReply | None] = []
-        threads = [
-            threading.Thread(target=lambda: replies.append(preparer.run(order, yes)))
-            for _ in range(3)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        statuses: list[int] = []
+
+        def decide(hashed: SourceHashed) -> bool:
+            (child,) = preparer._children
+            preparer.give_up()
+            statuses.append(child.wait(PATIENCE_S))
+            return False
+
+        order = fakes.order("say(hashed); hear(); time.sleep(600)")
+        assert preparer.run(order, decide) is None
         os.close(order.request.source)
-        assert replies == [PrepareReply("done")] * 3
+        assert statuses == [-signal.SIGKILL]
 
 
 class TestDistrust:
@@ -414,7 +410,7 @@ class TestRealPreparer:
         seen: dict[str, Any] = {}
 
         def look(hashed: SourceHashed) -> bool:
-            pid = preparer.pid
+            (pid,) = (each.pid for each in preparer._children)
             assert pid is not None
             seen["name"] = process_name(pid)
             seen["nice"] = os.getpriority(os.PRIO_PROCESS, pid)
@@ -453,7 +449,7 @@ class TestRealPreparer:
         seen = []
 
         def look(hashed: SourceHashed) -> bool:
-            pid = preparer.pid
+            (pid,) = (each.pid for each in preparer._children)
             assert pid is not None
             seen.append(os.sched_getscheduler(pid))
             seen.append(Path(f"/proc/{pid}/oom_score_adj").read_text().strip())

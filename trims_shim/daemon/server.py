@@ -168,6 +168,7 @@ class Server(Daemon):
             self._guard_against_bloat()
             self.sessions.closer.tend()
             self.tiers.tend()
+            self.prepared.tend()
             self.openings.relieve_pressure()
             self.openings.expire()
 

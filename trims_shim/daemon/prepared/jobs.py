@@ -12,6 +12,7 @@ for so long that every change would show in its identity.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import threading
@@ -45,8 +46,10 @@ _logger = logging.getLogger("trims_shim.daemon")
 _SETTLE_PATIENCE_S = 2.5
 """Longer than any identity takes to settle; that of a file from the future never does."""
 _POLL_S = 0.02
+_GRACE_S = 60.0
+"""What a job may take beside its preparer. It takes for ever if the server of its file is gone."""
 _END_PATIENCE_S = 10.0
-"""Longer than a preparer is waited for. A file whose server is gone keeps the thread for ever."""
+"""Longer than a preparer is waited for."""
 _GROWTH = 2
 """How much a model grows: packed weights are stored beside the original ones. The largest that was
 measured is 1.8 (BERT-base, GPT-2)."""
@@ -59,9 +62,12 @@ _MEMORY_GROWTH = 3
 class Preparer(Protocol):
     """Makes prepared models: :class:`~.preparing.Preparer`, or a test's."""
 
+    timeout_s: float
+
     def run(
         self, order: Order, decide: Callable[[duties.SourceHashed], bool]
     ) -> duties.PrepareReply | None: ...
+    def give_up(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -70,7 +76,8 @@ class Job:
     """One preparation; owns ``descriptor``. The thread fills in the fields with a default.
 
     ``known`` is what was learned of the model's files, None for a model that is offered as memory.
-    ``young`` is external data so new that a change might not have shown.
+    ``young`` is external data so new that a change might not have shown. ``due_s`` is when it
+    should have ended, by time.monotonic(); infinite before its turn comes.
     """
 
     number: int
@@ -83,6 +90,7 @@ class Job:
     known: Known | None = None
     young: tuple[Identity, ...] = ()
     failure: Failure | None = None
+    due_s: float = math.inf
 
     @property
     def is_memory(self) -> bool:
@@ -142,14 +150,33 @@ class Jobs:
         self._trusts_young_files = trusts_young_files
         self._closing = threading.Event()
         self._waiting: dict[int, tuple[Job, Future[None]]] = {}
+        self._stuck: set[int] = set()
+        """The jobs that were given up and keep a thread."""
 
     def start(self, job: Job) -> None:
         """Have a model prepared when its turn comes; owns its descriptor from here on."""
         self._waiting[job.number] = (job, self._pool.submit(self._run, job))
 
-    def end(self, job: Job) -> None:
-        """Forget a preparation that has ended."""
-        del self._waiting[job.number]
+    def has(self, job: Job) -> bool:
+        """Whether a job was neither ended nor given up."""
+        return job.number in self._waiting
+
+    def end(self, job: Job) -> bool:
+        """Forget a job that has ended; False if it was given up before."""
+        self._stuck.discard(job.number)
+        return self._waiting.pop(job.number, None) is not None
+
+    def give_up_late(self) -> list[Job]:
+        """Give up jobs that should have ended long ago, so that others go on; return them."""
+        now_s = time.monotonic()
+        late = [job for job, _ in self._waiting.values() if job.due_s <= now_s]
+        for job in late:
+            del self._waiting[job.number]
+            self._stuck.add(job.number)
+            self._preparer.give_up()
+        if isinstance(self._pool, Workers):
+            self._pool.replace(len(self._stuck))
+        return late
 
     def memory_bytes(self) -> int:
         """Bytes of the waiting models that were offered as memory."""
@@ -193,6 +220,7 @@ class Jobs:
         return published
 
     def _try(self, job: Job) -> Published | None:
+        job.due_s = time.monotonic() + self._preparer.timeout_s + _GRACE_S
         self._wait_until_settled(job)
         # A file that was made for one session is gone by now: no process is started for it.
         self._check_unchanged(job)

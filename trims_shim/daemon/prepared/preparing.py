@@ -5,7 +5,7 @@ interpreter. Owns that process and the socket to it. Whatever it says is data of
 model's author may have taken it over. It is ended, with all that it started, as soon as it has
 replied, said nonsense or run out of time. If it dies or stalls, the reply is made up here.
 
-:meth:`Preparer.run` blocks: it is for a worker thread. One process runs at a time.
+:meth:`Preparer.run` blocks: it is for a worker thread.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Order:
 
 
 class Preparer:
-    """Runs preparers, one after the other."""
+    """Runs preparers. It is up to the caller that no two run at a time."""
 
     def __init__(self, *, timeout_s: float, anyway_bytes: int = 0, gives_way: bool = True) -> None:
         """``timeout_s`` is for one model, from its start to its reply.
@@ -78,11 +78,10 @@ class Preparer:
         ``anyway_bytes``: see :func:`trims_shim.daemon.preparer.verifying.share_from`.
         ``gives_way``: at low priority, with a tenth of the share of other processes.
         """
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._arguments = [str(anyway_bytes), "idle" if gives_way else "normal"]
-        self._turn = threading.Lock()
         self._lock = threading.Lock()
-        self._child: subprocess.Popen[bytes] | None = None
+        self._children: set[subprocess.Popen[bytes]] = set()
         self._closing = threading.Event()
 
     def run(self, order: Order, decide: Callable[[SourceHashed], bool]) -> PrepareReply | None:
@@ -91,31 +90,28 @@ class Preparer:
         ``decide`` is called from this thread, at most once, and not at all for a model whose files
         cannot be read. Blocks. Raises nothing of its own; what ``decide`` raises passes.
         """
-        deadline_s = time.monotonic() + self._timeout_s
-        with self._turn:
-            ours, theirs = socket.socketpair()
-            with ours:
-                with theirs:
-                    child = self._start(order, theirs.fileno())
-                if isinstance(child, PrepareReply):
-                    return child
-                try:
-                    return self._converse(order, decide, ours, child, deadline_s)
-                finally:
-                    self._end(child)
+        deadline_s = time.monotonic() + self.timeout_s
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                child = self._start(order, theirs.fileno())
+            if isinstance(child, PrepareReply):
+                return child
+            try:
+                return self._converse(order, decide, ours, child, deadline_s)
+            finally:
+                self._end(child)
+
+    def give_up(self) -> None:
+        """End the process that runs, whether or not :meth:`run` returns."""
+        with self._lock:
+            for child in self._children:
+                _kill(child)
 
     def close(self) -> None:
         """End the process that runs, and start no other. The interrupted run's reply says so."""
-        with self._lock:
-            self._closing.set()
-            if self._child is not None:
-                _kill(self._child)
-
-    @property
-    def pid(self) -> int | None:
-        """The running process's pid, or None."""
-        child = self._child
-        return None if child is None else child.pid
+        self._closing.set()
+        self.give_up()
 
     def _start(self, order: Order, descriptor: int) -> subprocess.Popen[bytes] | PrepareReply:
         if self._closing.is_set():
@@ -127,7 +123,7 @@ class Preparer:
         except (OSError, RuntimeError, ValueError) as error:
             return _failed("preparer_not_started", f"{order.interpreter}: {error}")
         with self._lock:
-            self._child = child
+            self._children.add(child)
             if self._closing.is_set():
                 _kill(child)
         return child
@@ -135,7 +131,7 @@ class Preparer:
     def _end(self, child: subprocess.Popen[bytes]) -> None:
         with self._lock:
             _kill(child)
-            self._child = None
+            self._children.discard(child)
         # A process that hangs in the kernel, on a dead disk, is left; the next start reaps it.
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_END_PATIENCE_S)
@@ -158,7 +154,7 @@ class Preparer:
                 frames.send(connection, duties.ContentWanted(), deadline_s=deadline_s)
                 message = frames.receive(connection, deadline_s=deadline_s)
         except TimeoutError:
-            return _failed("preparer_stalled", f"it took more than {self._timeout_s:g} s")
+            return _failed("preparer_stalled", f"it took more than {self.timeout_s:g} s")
         except WireError as error:
             return _failed("preparer_confused", str(error))
         except OSError:  # It is gone.

@@ -173,6 +173,12 @@ class PreparedModels:
         while not self._events.empty():
             self._take(self._events.get())
 
+    def tend(self) -> None:
+        """Do periodic work; call about every second."""
+        for job in self._jobs.give_up_late():
+            text = "it has not ended; perhaps a file server does not answer"
+            self._fail(job, Failure("preparer_stalled", text, is_lasting=False))
+
     def _take(self, event: _Opened | Hashed | Ended) -> None:
         try:
             if isinstance(event, _Opened):
@@ -378,6 +384,9 @@ class PreparedModels:
 
     def _on_hashed(self, event: Hashed) -> None:
         job = event.job
+        if not self._jobs.has(job):
+            event.answer.put(False)
+            return
         if event.found is not None and job.key not in self._published:
             self._adopt(replace(event.found, used_ns=time.time_ns()))
             self._execute(self._store.fit())
@@ -393,7 +402,8 @@ class PreparedModels:
 
     def _on_ended(self, event: Ended) -> None:
         job, published = event.job, event.published
-        self._jobs.end(job)
+        if not self._jobs.end(job):
+            return
         if job.known is not None:
             self._store.learn(job.known)
         if published is not None:
@@ -401,15 +411,17 @@ class PreparedModels:
             self._published.setdefault(job.key, published)
             self._execute(self._store.made(job.number, published.entry, time.time_ns()))
         elif job.failure is not None:
-            self._front.counters["prepared_failed"] += 1
-            failure = job.failure
-            _logger.info("%s: %s: %s", job.name, failure.reason, failure.message)
-            actions = self._store.failed(job.number, job.failure, time.time_ns())
-            self._execute(actions, known=job.known)
+            self._fail(job, job.failure)
         else:
             self._store.unwanted(job.number)
             if job.known is not None:
                 self._do_aside(self._files.add_source, job.key, job.known)
+
+    def _fail(self, job: Job, failure: Failure) -> None:
+        self._front.counters["prepared_failed"] += 1
+        _logger.info("%s: %s: %s", job.name, failure.reason, failure.message)
+        actions = self._store.failed(job.number, failure, time.time_ns())
+        self._execute(actions, known=job.known)
 
     def _execute(self, actions: Iterable[Action], *, known: Known | None = None) -> list[DropEntry]:
         """Return what was dropped. ``known``: of the model that is refused."""
