@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from harness import wait_until
 
-from trims_shim.daemon import offers
+from trims_shim.daemon import offers, workers
 from trims_shim.daemon.offers import Closer, FileStatus, Offer, check_readable_file, status_of
 from trims_shim.errors import AccessDenied, ReadFailed
 from trims_shim.memory.memfd import new_memfd
@@ -181,14 +181,14 @@ class TestCloser:
         closer.close(opened)
         closer.tend()
         assert is_open(opened), "not stuck for long"
-        monkeypatch.setattr(offers, "_STUCK_AFTER_S", 0.0)
+        monkeypatch.setattr(workers, "_STUCK_AFTER_S", 0.0)
         closer.tend()
         wait_until(lambda: not is_open(opened))
         assert is_open(dead)
         closer.shutdown()
         answers.set()
         wait_until(lambda: not is_open(dead))
-        wait_until(lambda: not closer._begun)
+        wait_until(lambda: closer._workers is not None and not closer._workers._begun)
 
 
 class TestReadableFile:

@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,14 @@ from harness import PATIENCE_S, wait_until
 from prepared_models import RECIPE, FakePreparer, digest_of
 
 from trims_shim.config import ShareOrSize
+from trims_shim.daemon import workers
 from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.prepared import clients as prepared_clients
 from trims_shim.daemon.prepared import jobs as prepared_jobs
 from trims_shim.daemon.prepared import serving as prepared_module
 from trims_shim.daemon.prepared.directory import PreparedSettings, Space
+from trims_shim.daemon.prepared.externals import external_identities
 from trims_shim.daemon.prepared.files import Scan
 from trims_shim.daemon.prepared.serving import PreparedModels
 from trims_shim.daemon.sessions import Limits, Session, Sessions
@@ -125,6 +127,7 @@ class World(Front):
         session: Session | None = None,
         recipe: messages.SessionRecipe = RECIPE,
         name: str | None = None,
+        waits: bool = True,
     ) -> OpenPreparedReply | None:
         """Offer a file, or bytes as memory, or nothing."""
         session = session or self.session
@@ -137,7 +140,11 @@ class World(Front):
         message = OpenPreparedRequest(
             ticket, str(path) if name is None else name, digest, recipe, "/site/onnxruntime"
         )
-        return self.prepared.open(Request(session, 7, b"client"), message)
+        reply = self.prepared.open(Request(session, 7, b"client"), message)
+        while reply is None and waits and self.prepared._is_open:
+            self.turn()
+            reply = self.replies.pop()[1] if self.replies else None
+        return reply
 
     def outcome(self, *arguments: Any, **keywords: Any) -> str:
         reply = self.ask(*arguments, **keywords)
@@ -521,6 +528,35 @@ class TestExternalFiles:
         directory.rename(model.parent / "other")
         directory.symlink_to("other")
         world.hit(model)
+
+    def test_a_server_that_is_gone_keeps_nobody_else_waiting(
+        self, world: World, model: Path, external: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: the daemon answered nobody meanwhile."""
+        other = model.with_name("other.onnx")
+        other.write_bytes(b"other")
+        world.make(model)
+        world.make(other)
+        is_asked, answers, look = threading.Event(), threading.Event(), external_identities
+
+        def hang(path: str, locations: Iterable[str]) -> tuple[Identity, ...] | None:
+            if path == str(model):
+                is_asked.set()
+                answers.wait(PATIENCE_S)
+            return look(path, locations)
+
+        monkeypatch.setattr(prepared_module, "external_identities", hang)
+        monkeypatch.setattr(workers, "_STUCK_AFTER_S", 0.0)
+        gone = world.join()
+        assert world.ask(model, session=gone, waits=False) is None
+        assert is_asked.wait(PATIENCE_S)
+        world.prepared.tend()
+        world.hit(other)
+        world.prepared.close_session(gone.number)
+        world.sessions.close(gone)
+        answers.set()
+        world.turn()
+        assert (world.prepared.lease_count(), world.replies) == (1, [])
 
     def test_a_young_one_is_not_trusted(
         self, world: World, model: Path, external: Path, monkeypatch: pytest.MonkeyPatch

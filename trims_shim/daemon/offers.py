@@ -15,7 +15,6 @@ import fcntl
 import os
 import stat
 import struct
-import time
 from typing import NamedTuple
 
 from trims_shim.daemon.workers import Workers
@@ -35,7 +34,6 @@ _STATX = struct.Struct("=28xH2xQQ8xQ32xqI4xqI12xII")
 """Mode, inode, size, known attributes, ctime, mtime, device (linux/stat.h)."""
 _STATX_BYTES = 256
 _SECOND_NS = 1_000_000_000
-_STUCK_AFTER_S = 5.0
 
 _statx = getattr(ctypes.CDLL(None), "statx", None)
 
@@ -101,7 +99,6 @@ class Closer:
 
     def __init__(self) -> None:
         self._workers: Workers | None = None
-        self._begun: dict[object, float] = {}
 
     def close(self, descriptor: int) -> None:
         """Close at once if the file is local, or if no thread can be had; else in a thread."""
@@ -109,7 +106,7 @@ class Closer:
         if workers is None:
             close_all([descriptor])
         else:
-            workers.submit(self._close, descriptor)
+            workers.submit(os.close, descriptor)
 
     def close_all(self, descriptors: list[int]) -> None:
         """Each of them."""
@@ -119,9 +116,7 @@ class Closer:
     def tend(self) -> None:
         """Replace stuck threads, so that others go on closing; call about every second."""
         if self._workers is not None:
-            since_s = time.monotonic() - _STUCK_AFTER_S
-            begun = list(self._begun.values())
-            self._workers.replace(sum(each <= since_s for each in begun))
+            self._workers.replace_stuck()
 
     def shutdown(self) -> None:
         """Stop without waiting; a close that is stuck ends with the process."""
@@ -132,14 +127,6 @@ class Closer:
         with contextlib.suppress(RuntimeError):  # no more threads
             self._workers = self._workers or Workers(1)
         return self._workers
-
-    def _close(self, descriptor: int) -> None:
-        close = object()
-        self._begun[close] = time.monotonic()
-        try:
-            os.close(descriptor)
-        finally:
-            del self._begun[close]
 
 
 def _is_local(descriptor: int) -> bool:

@@ -1,7 +1,7 @@
 """Threads for work that may block for ever, such as a read from a server that is gone.
 
-Work runs in the order in which it was submitted. The owner says how many threads are stuck, and as
-many others take their place, so that no work waits for the file of another.
+Work runs in the order in which it was submitted. As many threads as are stuck, by their owner's
+word or by the clock, are replaced by others, so that no work waits for the file of another.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any
 __all__ = ["Workers"]
 
 _MOST_REPLACED = 64
+_STUCK_AFTER_S = 5.0
 _Task = tuple["Future[Any]", Callable[[], Any]]
 
 
@@ -31,6 +33,8 @@ class Workers(Executor):
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
+        self._begun: dict[threading.Thread, float] = {}
+        """Since when each that works has had its task."""
         self._least = self._wanted = threads
         self._is_shut = False
         try:
@@ -54,6 +58,11 @@ class Workers(Executor):
             self._wanted = self._least + min(stuck, _MOST_REPLACED)
             with contextlib.suppress(RuntimeError):  # no more threads to be had; perhaps later
                 self._start_missing()
+
+    def replace_stuck(self) -> None:
+        """Replace those that have had one task for some seconds; call about every second."""
+        since_s = time.monotonic() - _STUCK_AFTER_S
+        self.replace(sum(each <= since_s for each in list(self._begun.values())))
 
     def shutdown(
         self,
@@ -89,15 +98,18 @@ class Workers(Executor):
             self._threads.add(thread)
 
     def _work(self) -> None:
+        me = threading.current_thread()
         while task := self._tasks.get():
             future, work = task
             if future.set_running_or_notify_cancel():
+                self._begun[me] = time.monotonic()
                 try:
                     future.set_result(work())
                 except BaseException as error:
                     future.set_exception(error)
+                del self._begun[me]
             del task, future, work  # what they hold is not kept until the next task comes
             with self._lock:
                 if len(self._threads) > self._wanted:
-                    self._threads.remove(threading.current_thread())
+                    self._threads.remove(me)
                     return

@@ -3,7 +3,8 @@
 Owns the requests for them and the directory, with a thread that scans it and deletes. That thread
 and the one that prepares (:mod:`trims_shim.daemon.prepared.jobs`) put events on a queue and wake
 the server, and :meth:`PreparedModels.finish` takes them from there, so that the store needs no
-lock. All methods are called by the server's thread, and none waits for anything but ``stat``.
+lock. All methods are called by the server's thread. None waits for anything but the directory and
+the client's interpreter; threads look for external data, whose server may be gone.
 
 The directory is scanned after the start; requests that arrive before that are answered then.
 
@@ -14,6 +15,7 @@ as it was verified is dropped, and made once more.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -98,6 +100,20 @@ class _Opened:
     problem: str
 
 
+@dataclass(slots=True)
+class _LookUp:
+    """A request for a model that is known, if its external files are still what they were."""
+
+    request: Request
+    message: messages.OpenPreparedRequest
+    offer: Offer
+    known: Known
+    found: tuple[Identity, ...] | None = None
+
+
+_Event = _Opened | _LookUp | Hashed | Ended
+
+
 class PreparedModels:
     """See the module docstring."""
 
@@ -119,6 +135,7 @@ class PreparedModels:
         self._files = PreparedFiles(settings.directory, judgement=settings.judgement)
         self._store = PreparedStore(0, numbers=numbers)
         self._aside = pool or Workers(1)
+        self._lookups = pool or Workers(1)
         self._jobs = Jobs(
             self._files,
             preparer,
@@ -127,7 +144,7 @@ class PreparedModels:
             pool=pool,
             trusts_young_files=trusts_young_files,
         )
-        self._events: queue.SimpleQueue[_Opened | Hashed | Ended] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._published: dict[str, Published] = {}
         self._touched_ns: dict[str, int] = {}
         self._namespaces: dict[int, str] = {}
@@ -178,11 +195,15 @@ class PreparedModels:
         for job in self._jobs.give_up_late():
             text = "it has not ended; perhaps a file server does not answer"
             self._fail(job, Failure("preparer_stalled", text, is_lasting=False))
+        if isinstance(self._lookups, Workers):
+            self._lookups.replace_stuck()
 
-    def _take(self, event: _Opened | Hashed | Ended) -> None:
+    def _take(self, event: _Event) -> None:
         try:
             if isinstance(event, _Opened):
                 self._on_opened(event)
+            elif isinstance(event, _LookUp):
+                self._on_looked_up(event)
             elif isinstance(event, Hashed):
                 self._on_hashed(event)
             else:
@@ -197,6 +218,7 @@ class PreparedModels:
     def close(self) -> None:
         """Give preparations up and end the threads, unless stuck. What is on the disk stays."""
         self._jobs.close()
+        self._lookups.shutdown(wait=False)
         if isinstance(self._aside, Workers):
             self._aside.shutdown(patience_s=_END_PATIENCE_S)
         self._files.close()
@@ -234,15 +256,55 @@ class PreparedModels:
 
     def _open(
         self, request: Request, message: messages.OpenPreparedRequest
-    ) -> messages.OpenPreparedReply:
+    ) -> messages.OpenPreparedReply | None:
         # Taken before any check: offers that are left would add up.
         ticket = message.ticket
-        with self._front.take_offer(request, ticket) if ticket else Offer() as offer:
-            try:
-                self._check(request.session, message)
-                reply = self._answer(request.session, message, offer)
-            except NotServed as error:
-                reply = refusal_reply(error.reason, str(error))
+        offer = self._front.take_offer(request, ticket) if ticket else Offer()
+        with contextlib.ExitStack() as held:
+            held.enter_context(offer)
+            known = self._recall(request.session, message, offer)
+            if known is None or not known.externals:
+                return self._reply(request.session, message, offer, known)
+            self._lookups.submit(self._look_up, _LookUp(request, message, offer, known))
+            held.pop_all()
+        return None
+
+    def _recall(
+        self, session: Session, message: messages.OpenPreparedRequest, offer: Offer
+    ) -> Known | None:
+        """What is known of the offered file."""
+        with contextlib.suppress(NotServed):  # The reply will say so.
+            self._check(session, message)
+            identity = identity_of(offer)
+            if identity is not None and message.path:
+                return self._store.recall(identity, os.path.dirname(message.path))
+        return None
+
+    def _on_looked_up(self, event: _LookUp) -> None:
+        request, known = event.request, event.known
+        is_same = event.found == known.externals
+        with event.offer as offer:
+            if not is_same:
+                self._store.unlearn(known)
+            if self._front.sessions.get(request.session.number) is not None:
+                found = known if is_same else None
+                self._front.serve(
+                    request, lambda: self._reply(request.session, event.message, offer, found)
+                )
+
+    def _reply(
+        self,
+        session: Session,
+        message: messages.OpenPreparedRequest,
+        offer: Offer,
+        known: Known | None,
+    ) -> messages.OpenPreparedReply:
+        """``known``: what the offered file and its external files hold."""
+        try:
+            self._check(session, message)
+            reply = self._answer(session, message, offer, known)
+        except NotServed as error:
+            reply = refusal_reply(error.reason, str(error))
         self._front.counters[f"prepared_{reply.outcome}"] += 1
         return reply
 
@@ -267,10 +329,16 @@ class PreparedModels:
             raise NotServed("other_namespace", problem)
 
     def _answer(
-        self, session: Session, message: messages.OpenPreparedRequest, offer: Offer
+        self,
+        session: Session,
+        message: messages.OpenPreparedRequest,
+        offer: Offer,
+        known: Known | None,
     ) -> messages.OpenPreparedReply:
         identity = identity_of(offer)
-        content = self._content_of(message, identity)
+        content = None if known is None else known.content
+        if message.digest and (identity is None or not message.path):
+            content = Content(message.digest)  # Of a model in memory, what the client says.
         key = "" if content is None else self._key_of(content, message.recipe)
         self._drop_if_damaged(key)
         asking = Asking(
@@ -291,21 +359,6 @@ class PreparedModels:
             self._begin(session, message, answer.job, identity, offer)
         is_under_way = isinstance(answer, Start | Wait)
         return messages.OpenPreparedReply("preparing" if is_under_way else "unknown", key=key)
-
-    def _content_of(
-        self, message: messages.OpenPreparedRequest, identity: Identity | None
-    ) -> Content | None:
-        """The model's content, if it is known; of a model in memory, what the client says."""
-        if identity is None or not message.path:
-            return Content(message.digest) if message.digest else None
-        known = self._store.recall(identity, os.path.dirname(message.path))
-        if known is None:
-            return None
-        locations = [location for location, _ in known.content.externals]
-        if external_identities(message.path, locations) != known.externals:
-            self._store.unlearn(known)
-            return None
-        return known.content
 
     def _key_of(self, content: Content, recipe: messages.SessionRecipe) -> str:
         return entry_key(content, recipe, cpu=self._cpu)
@@ -451,7 +504,14 @@ class PreparedModels:
 
         self._aside.submit(job)
 
-    def _deliver(self, event: _Opened | Hashed | Ended) -> None:
+    def _look_up(self, lookup: _LookUp) -> None:
+        try:
+            locations = (location for location, _ in lookup.known.content.externals)
+            lookup.found = external_identities(lookup.message.path, locations)
+        finally:
+            self._deliver(lookup)
+
+    def _deliver(self, event: _Event) -> None:
         self._events.put(event)
         self._wake()
 
