@@ -91,7 +91,7 @@ _Reply = TypeVar("_Reply")
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
+class _Scanned:
     """The directory was scanned."""
 
     scan: Scan
@@ -100,18 +100,29 @@ class _Opened:
     problem: str
 
 
-@dataclass(slots=True)
-class _LookUp:
-    """A request for a model that is known, if its external files are still what they were."""
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """A request for a model, and what came with it: perhaps nothing."""
 
     request: Request
     message: messages.OpenPreparedRequest
     offer: Offer
+
+    @property
+    def session(self) -> Session:
+        return self.request.session
+
+
+@dataclass(slots=True)
+class _LookUp:
+    """A request for a model that is known, if its external files are still what they were."""
+
+    opening: _Opening
     known: Known
     found: tuple[Identity, ...] | None = None
 
 
-_Event = _Opened | _LookUp | Hashed | Ended
+_Event = _Scanned | _LookUp | Hashed | Ended
 
 
 class PreparedModels:
@@ -200,8 +211,8 @@ class PreparedModels:
 
     def _take(self, event: _Event) -> None:
         try:
-            if isinstance(event, _Opened):
-                self._on_opened(event)
+            if isinstance(event, _Scanned):
+                self._on_scanned(event)
             elif isinstance(event, _LookUp):
                 self._on_looked_up(event)
             elif isinstance(event, Hashed):
@@ -262,60 +273,50 @@ class PreparedModels:
         offer = self._front.take_offer(request, ticket) if ticket else Offer()
         with contextlib.ExitStack() as held:
             held.enter_context(offer)
-            known = self._recall(request.session, message, offer)
+            opening = _Opening(request, message, offer)
+            known = self._recall(opening)
             if known is None or not known.externals:
-                return self._reply(request.session, message, offer, known)
-            self._lookups.submit(self._look_up, _LookUp(request, message, offer, known))
+                return self._reply(opening, known)
+            self._lookups.submit(self._look_up, _LookUp(opening, known))
             held.pop_all()
         return None
 
-    def _recall(
-        self, session: Session, message: messages.OpenPreparedRequest, offer: Offer
-    ) -> Known | None:
+    def _recall(self, opening: _Opening) -> Known | None:
         """What is known of the offered file."""
+        path = opening.message.path
         with contextlib.suppress(NotServed):  # The reply will say so.
-            self._check(session, message)
-            identity = identity_of(offer)
-            if identity is not None and message.path:
-                return self._store.recall(identity, os.path.dirname(message.path))
+            self._check(opening.session, path)
+            identity = identity_of(opening.offer)
+            if identity is not None and path:
+                return self._store.recall(identity, os.path.dirname(path))
         return None
 
     def _on_looked_up(self, event: _LookUp) -> None:
-        request, known = event.request, event.known
-        is_same = event.found == known.externals
-        with event.offer as offer:
-            if not is_same:
+        opening, known = event.opening, event.known
+        with opening.offer:
+            found = known if event.found == known.externals else None
+            if found is None:
                 self._store.unlearn(known)
-            if self._front.sessions.get(request.session.number) is not None:
-                found = known if is_same else None
-                self._front.serve(
-                    request, lambda: self._reply(request.session, event.message, offer, found)
-                )
+            if self._front.sessions.get(opening.session.number) is not None:
+                self._front.serve(opening.request, lambda: self._reply(opening, found))
 
-    def _reply(
-        self,
-        session: Session,
-        message: messages.OpenPreparedRequest,
-        offer: Offer,
-        known: Known | None,
-    ) -> messages.OpenPreparedReply:
+    def _reply(self, opening: _Opening, known: Known | None) -> messages.OpenPreparedReply:
         """``known``: what the offered file and its external files hold."""
         try:
-            self._check(session, message)
-            reply = self._answer(session, message, offer, known)
+            self._check(opening.session, opening.message.path)
+            reply = self._answer(opening, known)
         except NotServed as error:
             reply = refusal_reply(error.reason, str(error))
         self._front.counters[f"prepared_{reply.outcome}"] += 1
         return reply
 
-    def _check(self, session: Session, message: messages.OpenPreparedRequest) -> None:
+    def _check(self, session: Session, path: str) -> None:
         """Raises NotServed, TooManyRequests, DaemonUnavailable, MalformedMessage."""
         if self._front.is_stopping:
             raise DaemonUnavailable("the daemon is stopping; load again")
         limit = self._front.sessions.limits.leases
         if self._store.lease_count(session.number) >= limit:
             raise TooManyRequests(f"more than {limit} leases")
-        path = message.path
         if path and (not os.path.isabs(path) or "\0" in path or len(path) > _PATH_LIMIT):
             raise MalformedMessage(f"{path[:80]!r} is not the absolute path of a file")
         if self._problem:
@@ -328,21 +329,15 @@ class PreparedModels:
         if problem:
             raise NotServed("other_namespace", problem)
 
-    def _answer(
-        self,
-        session: Session,
-        message: messages.OpenPreparedRequest,
-        offer: Offer,
-        known: Known | None,
-    ) -> messages.OpenPreparedReply:
-        identity = identity_of(offer)
+    def _answer(self, opening: _Opening, known: Known | None) -> messages.OpenPreparedReply:
+        message, identity = opening.message, identity_of(opening.offer)
         content = None if known is None else known.content
         if message.digest and (identity is None or not message.path):
             content = Content(message.digest)  # Of a model in memory, what the client says.
         key = "" if content is None else self._key_of(content, message.recipe)
         self._drop_if_damaged(key)
         asking = Asking(
-            session.number,
+            opening.session.number,
             flight_of(message, identity),
             key,
             message.path,
@@ -356,7 +351,7 @@ class PreparedModels:
             return refusal_reply(answer.reason, answer.message)
         if isinstance(answer, Start):
             assert identity is not None
-            self._begin(session, message, answer.job, identity, offer)
+            self._begin(opening, answer.job, identity)
         is_under_way = isinstance(answer, Start | Wait)
         return messages.OpenPreparedReply("preparing" if is_under_way else "unknown", key=key)
 
@@ -391,23 +386,17 @@ class PreparedModels:
 
     # --- preparations -----------------------------------------------------------------------------
 
-    def _begin(
-        self,
-        session: Session,
-        message: messages.OpenPreparedRequest,
-        job: int,
-        identity: Identity,
-        offer: Offer,
-    ) -> None:
+    def _begin(self, opening: _Opening, job: int, identity: Identity) -> None:
         """Raises NotServed if there is no interpreter to prepare with, or no memory to wait in."""
+        peer = opening.session.peer
         try:
-            interpreter = interpreter_of(session.peer.pid, session.peer.uid)
-            if not message.path:
+            interpreter = interpreter_of(peer.pid, peer.uid)
+            if not opening.message.path:
                 self._check_memory(identity.size_bytes)
         except NotServed:
             self._store.unwanted(job)
             raise
-        self._jobs.start(Job(job, offer.take(), identity, message, interpreter))
+        self._jobs.start(Job(job, opening.offer.take(), identity, opening.message, interpreter))
 
     def _check_memory(self, size_bytes: int) -> None:
         """Models that were offered as memory stay there until they are prepared."""
@@ -415,7 +404,7 @@ class PreparedModels:
         if waiting_bytes > available_bytes() // _HELD_FRACTION:
             raise NotServed("no_memory", f"{waiting_bytes} bytes of models would wait in memory")
 
-    def _on_opened(self, event: _Opened) -> None:
+    def _on_scanned(self, event: _Scanned) -> None:
         self._is_open = True
         self._cpu = event.cpu
         self._problem = event.problem
@@ -507,7 +496,7 @@ class PreparedModels:
     def _look_up(self, lookup: _LookUp) -> None:
         try:
             locations = (location for location, _ in lookup.known.content.externals)
-            lookup.found = external_identities(lookup.message.path, locations)
+            lookup.found = external_identities(lookup.opening.message.path, locations)
         finally:
             self._deliver(lookup)
 
@@ -526,7 +515,7 @@ class PreparedModels:
             problem = str(error) or type(error).__name__
             if not isinstance(error, NotServed | OSError):
                 _logger.exception("the directory of prepared models cannot be looked through")
-        self._deliver(_Opened(scan, budget_bytes, cpu, problem))
+        self._deliver(_Scanned(scan, budget_bytes, cpu, problem))
 
 
 def _record_of(refusal: KeepRefusal, known: Known | None) -> RefusalRecord:
