@@ -76,6 +76,10 @@ def refusal(key: str = A, *, refused_ns: int = 1) -> RefusalRecord:
     )
 
 
+def keep(files: PreparedFiles, key: str = A, *, refused_ns: int = 1) -> None:
+    files.keep_refusal(refusal(key).refusal, KNOWN, refused_ns)
+
+
 @pytest.fixture
 def open_files(tmp_path: Path) -> Iterator[Callable[[], PreparedFiles]]:
     made: list[PreparedFiles] = []
@@ -243,7 +247,7 @@ class TestScan:
         first = publish(files, A)
         publish(files, B)
         os.utime(os.path.join(files.directory, A), ns=(10, 10))
-        files.keep_refusal(refusal(C))
+        keep(files, C)
         scan = PreparedFiles(files.directory).open()
         assert {each.manifest.key: each.used_ns for each in scan.published}[A] == 10
         assert [each.manifest.key for each in scan.published] == [A, B]
@@ -310,7 +314,7 @@ class TestScan:
 
         monkeypatch.setattr(os, "rename", fail)
         with pytest.raises(OSError, match="No space left"):
-            files.keep_refusal(refusal())
+            keep(files)
         assert names(files) == []
 
     def test_a_link_is_not_followed(self, files: PreparedFiles, tmp_path: Path) -> None:
@@ -333,7 +337,7 @@ class TestScan:
         self, files: PreparedFiles, field: str
     ) -> None:
         files.make()
-        files.keep_refusal(refusal())
+        keep(files)
         path = refusals_of(files)[0]
         wrong = {"layout": 0, "package": "0.0.1", "key": B, "reason": 5}
         _replace(path, json.dumps({**json.loads(path.read_bytes()), field: wrong[field]}).encode())
@@ -344,11 +348,11 @@ class TestScan:
         self, files: PreparedFiles
     ) -> None:
         files.make()
-        files.keep_refusal(refusal())
+        keep(files)
         assert len(PreparedFiles(files.directory).open().refusals) == 1
         other = PreparedFiles(files.directory, judgement="1G")
         assert other.open().refusals == ()
-        other.keep_refusal(refusal(B))
+        keep(other, B)
         other.drop_refusal(A)
         assert [each.key for each in other.open().refusals] == [B]
         assert [each.key for each in PreparedFiles(files.directory).open().refusals] == [A]
@@ -357,7 +361,7 @@ class TestScan:
         self, files: PreparedFiles, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         files.make()
-        files.keep_refusal(refusal())
+        keep(files)
         with monkeypatch.context() as patch:
             patch.setattr(prepared_files, "__version__", "0.0.1")
             assert PreparedFiles(files.directory).open().refusals == ()
@@ -369,7 +373,7 @@ class TestScan:
         monkeypatch.setattr(prepared_files, "_REFUSALS_KEPT", 2)
         files.make()
         for moment, key in enumerate((C, A, B)):
-            files.keep_refusal(refusal(key, refused_ns=moment))
+            keep(files, key, refused_ns=moment)
         scan = PreparedFiles(files.directory).open()
         assert [each.key for each in scan.refusals] == [A, B]
         assert not [each for each in names(files) if each.startswith(C)]
@@ -380,7 +384,7 @@ class TestScan:
         monkeypatch.setattr(prepared_files, "_REFUSALS_KEPT", 2)
         files.make()
         for moment, key in enumerate((C, A, B)):
-            files.keep_refusal(refusal(key))
+            keep(files, key)
             os.utime(refusals_of(files, key)[0], ns=(moment, moment))
         PreparedFiles(files.directory, judgement="1G").open()
         assert [each.name[:64] for each in refusals_of(files)] == [A, B]
@@ -493,7 +497,7 @@ def _rewrite(directory: Path, **fields: object) -> None:
 class TestChanges:
     def test_sources_are_added_to_entries_and_refusals(self, files: PreparedFiles) -> None:
         publish(files, A)
-        files.keep_refusal(refusal(B))
+        keep(files, B)
         other = dataclasses.replace(KNOWN, directory="/copies")
         for key in (A, B, C):
             files.add_source(key, other)
@@ -527,7 +531,7 @@ class TestChanges:
 
     def test_a_refusal_is_forgotten(self, files: PreparedFiles) -> None:
         files.make()
-        files.keep_refusal(refusal())
+        keep(files)
         files.drop_refusal(A)
         files.drop_refusal(A)
         assert refusals_of(files) == []

@@ -44,7 +44,7 @@ from trims_shim.daemon.prepared.manifest import (
     render,
     with_source,
 )
-from trims_shim.daemon.prepared.values import Entry, Known
+from trims_shim.daemon.prepared.values import Entry, KeepRefusal, Known
 from trims_shim.errors import CorruptFile, NotServed, TrimsError
 from trims_shim.specs import PREPARED_MODEL, PREPARED_WEIGHTS, Identity
 
@@ -213,9 +213,20 @@ class PreparedFiles:
         with contextlib.suppress(FileNotFoundError):
             _replace(path, render(with_source(parse(RefusalRecord, _read(path)), known)))
 
-    def keep_refusal(self, record: RefusalRecord) -> None:
-        """Write down that a model cannot be prepared."""
-        record = replace(record, judgement=self._judgement)
+    def keep_refusal(self, refusal: KeepRefusal, known: Known | None, refused_ns: int) -> None:
+        """Write down that a model cannot be prepared, and what is ``known`` of its files."""
+        record = RefusalRecord(
+            layout=LAYOUT_VERSION,
+            key=refusal.key,
+            package=__version__,
+            reason=refusal.reason,
+            message=refusal.message,
+            runtime=refusal.runtime,
+            refused_ns=refused_ns,
+            names=refusal.names,
+            sources=() if known is None else (known,),
+            judgement=self._judgement,
+        )
         _replace(self._refusal_path(record.key), render(record))
 
     def drop_refusal(self, key: str) -> None:

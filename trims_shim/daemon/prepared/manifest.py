@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from typing import TypeVar
 
-from trims_shim.daemon.prepared.values import Content, Known
+from trims_shim.daemon.prepared.values import Content, KeepRefusal, Known
 from trims_shim.errors import CorruptFile, MalformedMessage
 from trims_shim.specs import Identity
 from trims_shim.wire import codec
@@ -75,6 +75,11 @@ class RefusalRecord:
     names: tuple[str, ...]
     sources: tuple[Known, ...]
     judgement: str = ""
+
+    @property
+    def refusal(self) -> KeepRefusal:
+        """What the store was told, or will be."""
+        return KeepRefusal(self.key, self.reason, self.message, self.runtime, self.names)
 
 
 _WithSources = TypeVar("_WithSources", bound=Manifest | RefusalRecord)

@@ -25,7 +25,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from trims_shim._version import __version__
 from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.prepared.clients import (
@@ -46,8 +45,7 @@ from trims_shim.daemon.prepared.jobs import (
     Jobs,
     Preparer,
 )
-from trims_shim.daemon.prepared.key import LAYOUT_VERSION, entry_key
-from trims_shim.daemon.prepared.manifest import RefusalRecord
+from trims_shim.daemon.prepared.key import entry_key
 from trims_shim.daemon.prepared.store import PreparedStore
 from trims_shim.daemon.prepared.values import (
     Action,
@@ -57,7 +55,6 @@ from trims_shim.daemon.prepared.values import (
     DropRefusal,
     Failure,
     Grant,
-    KeepRefusal,
     Known,
     Start,
     Wait,
@@ -412,7 +409,7 @@ class PreparedModels:
         for published in event.scan.published:
             self._adopt(published)
         for record in event.scan.refusals:
-            self._store.remember(_refusal_in(record), record.refused_ns)
+            self._store.remember(record.refusal, record.refused_ns)
         for known in event.scan.sources():
             self._store.learn(known)
         self._execute(self._store.fit())
@@ -478,7 +475,7 @@ class PreparedModels:
             elif isinstance(action, DropRefusal):
                 self._do_aside(self._files.drop_refusal, action.key)
             else:
-                self._do_aside(self._files.keep_refusal, _record_of(action, known))
+                self._do_aside(self._files.keep_refusal, action, known, time.time_ns())
         return dropped
 
     # --- threads ----------------------------------------------------------------------------------
@@ -516,21 +513,3 @@ class PreparedModels:
             if not isinstance(error, NotServed | OSError):
                 _logger.exception("the directory of prepared models cannot be looked through")
         self._deliver(_Scanned(scan, budget_bytes, cpu, problem))
-
-
-def _record_of(refusal: KeepRefusal, known: Known | None) -> RefusalRecord:
-    return RefusalRecord(
-        layout=LAYOUT_VERSION,
-        key=refusal.key,
-        package=__version__,
-        reason=refusal.reason,
-        message=refusal.message,
-        runtime=refusal.runtime,
-        refused_ns=time.time_ns(),
-        names=refusal.names,
-        sources=() if known is None else (known,),
-    )
-
-
-def _refusal_in(record: RefusalRecord) -> KeepRefusal:
-    return KeepRefusal(record.key, record.reason, record.message, record.runtime, record.names)
