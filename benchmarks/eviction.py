@@ -30,14 +30,14 @@ from random import Random
 from benchmarks.harness import ROOT, write_json
 from trims_shim.config import EVICTIONS
 from trims_shim.daemon.eviction import eviction_policy
-from trims_shim.daemon.store import (
+from trims_shim.daemon.store import Store
+from trims_shim.daemon.values import (
     Action,
     GrantLease,
     Ingested,
     Opening,
     RefuseRequest,
     StartIngest,
-    Store,
 )
 from trims_shim.specs import Identity
 

@@ -37,6 +37,7 @@ LAYERS = (
         "wire.codec",
         "formats",
         "daemon.store",
+        "daemon.values",
         "daemon.eviction",
         "daemon.leases",
         "daemon.recent",

@@ -57,8 +57,9 @@ from trims_shim.daemon.prepared.preparing import Order
 from trims_shim.daemon.prepared.serving import PreparedModels
 from trims_shim.daemon.requests import Daemon, add_counters, handle
 from trims_shim.daemon.sessions import Limits, Session, Sessions
-from trims_shim.daemon.store import Announce, ImageRow, Store
+from trims_shim.daemon.store import Store
 from trims_shim.daemon.tiers import DeviceSettings, HostTier, Tier, Tiers
+from trims_shim.daemon.values import Announce, ImageRow
 from trims_shim.errors import DaemonUnavailable, RequestRefused, TrimsError, WireError
 from trims_shim.memory.host import open_memory
 from trims_shim.specs import HOST_TIER, SegmentKind

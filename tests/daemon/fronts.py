@@ -18,8 +18,9 @@ from trims_shim.daemon.loader import Loader
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.sessions import Limits, Session, Sessions
-from trims_shim.daemon.store import Announce, Store
+from trims_shim.daemon.store import Store
 from trims_shim.daemon.tiers import DeviceSettings, HostTier, Tiers
+from trims_shim.daemon.values import Announce
 from trims_shim.memory.host import MemfdMemory
 from trims_shim.specs import SegmentKind
 from trims_shim.wire.handover import Peer

@@ -20,7 +20,7 @@ from trims_shim.daemon.device.loader import DeviceLoader
 from trims_shim.daemon.device.peer_copying import PeerCopies, PeerImage
 from trims_shim.daemon.device.uploading import Job, Uploader
 from trims_shim.daemon.loader import Finished
-from trims_shim.daemon.store import Opening, StartIngest
+from trims_shim.daemon.values import Opening, StartIngest
 from trims_shim.errors import (
     DriverFailure,
     FileChanged,

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from trims_shim.daemon.events import EventSocket
-from trims_shim.daemon.store import Announce
+from trims_shim.daemon.values import Announce
 from trims_shim.wire import codec
 
 PATIENCE_MS = 5000

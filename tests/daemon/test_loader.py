@@ -19,7 +19,7 @@ from harness import PATIENCE_S, open_descriptors, wait_until
 from trims_shim.daemon import ingest
 from trims_shim.daemon import loader as loader_module
 from trims_shim.daemon.loader import Finished, Loader
-from trims_shim.daemon.store import Opening, StartIngest
+from trims_shim.daemon.values import Opening, StartIngest
 from trims_shim.errors import FileChanged, MemoryFailure, NoSpace, ReadFailed
 from trims_shim.memory.host import MemfdMemory, WritableSegment
 from trims_shim.specs import Identity, SegmentKind

@@ -27,7 +27,12 @@ from trims_shim.daemon.front import Request
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.sessions import Limits, Session, Sessions
-from trims_shim.daemon.store import Announce, GrantLease, Opening, RefuseRequest
+from trims_shim.daemon.values import (
+    Announce,
+    GrantLease,
+    Opening,
+    RefuseRequest,
+)
 from trims_shim.daemon.waiting import Waiting
 from trims_shim.errors import (
     AccessDenied,

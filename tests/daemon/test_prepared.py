@@ -34,7 +34,7 @@ from trims_shim.daemon.prepared.externals import external_identities
 from trims_shim.daemon.prepared.files import Scan
 from trims_shim.daemon.prepared.serving import PreparedModels
 from trims_shim.daemon.sessions import Limits, Session, Sessions
-from trims_shim.daemon.store import Announce
+from trims_shim.daemon.values import Announce
 from trims_shim.errors import (
     AccessDenied,
     DaemonUnavailable,

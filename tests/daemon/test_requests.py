@@ -18,7 +18,7 @@ from trims_shim.daemon.front import Request
 from trims_shim.daemon.loader import Finished, Hashing
 from trims_shim.daemon.requests import Daemon, add_counters, handle
 from trims_shim.daemon.sessions import Session
-from trims_shim.daemon.store import Ingested, Opening, StartIngest
+from trims_shim.daemon.values import Ingested, Opening, StartIngest
 from trims_shim.errors import (
     AccessDenied,
     MalformedMessage,

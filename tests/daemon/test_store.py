@@ -11,7 +11,8 @@ import pytest
 
 from trims_shim.daemon import store as stores
 from trims_shim.daemon.eviction import Candidate, LeastRecentlyUsed, Never
-from trims_shim.daemon.store import (
+from trims_shim.daemon.store import Store
+from trims_shim.daemon.values import (
     AdoptSegment,
     Announce,
     DiscardSegment,
@@ -21,7 +22,6 @@ from trims_shim.daemon.store import (
     Opening,
     RefuseRequest,
     StartIngest,
-    Store,
 )
 from trims_shim.errors import NoSpace, ReadFailed, UnknownImage
 from trims_shim.specs import Digest, Identity

@@ -20,7 +20,8 @@ from hypothesis.stateful import (
 
 from trims_shim.config import EVICTIONS
 from trims_shim.daemon.eviction import eviction_policy
-from trims_shim.daemon.store import (
+from trims_shim.daemon.store import Store
+from trims_shim.daemon.values import (
     Action,
     AdoptSegment,
     Announce,
@@ -32,7 +33,6 @@ from trims_shim.daemon.store import (
     Opening,
     RefuseRequest,
     StartIngest,
-    Store,
 )
 from trims_shim.errors import NoSpace, ReadFailed, UnknownImage
 from trims_shim.specs import Identity

@@ -24,16 +24,16 @@ from trims_shim.daemon.device.uploading import Job, Uploader
 from trims_shim.daemon.eviction import LeastRecentlyUsed
 from trims_shim.daemon.loader import Loader
 from trims_shim.daemon.sessions import Limits
-from trims_shim.daemon.store import (
+from trims_shim.daemon.store import Store
+from trims_shim.daemon.tiers import DeviceSettings, DeviceTier, HostTier, Tier, Tiers
+from trims_shim.daemon.values import (
     Action,
     GrantLease,
     Ingested,
     Opening,
     RefuseRequest,
     StartIngest,
-    Store,
 )
-from trims_shim.daemon.tiers import DeviceSettings, DeviceTier, HostTier, Tier, Tiers
 from trims_shim.errors import (
     DriverFailure,
     TooManyRequests,

@@ -15,7 +15,7 @@ import zmq
 
 from trims_shim.daemon.connections import Doorkeeper
 from trims_shim.daemon.control import rebound
-from trims_shim.daemon.store import Announce
+from trims_shim.daemon.values import Announce
 from trims_shim.wire import admin, codec
 
 __all__ = ["EventSocket"]

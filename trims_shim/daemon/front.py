@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.sessions import Session, Sessions
-from trims_shim.daemon.store import Announce
+from trims_shim.daemon.values import Announce
 from trims_shim.errors import TrimsError
 from trims_shim.wire.handover import clipped
 from trims_shim.wire.messages import ErrorReply

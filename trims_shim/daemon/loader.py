@@ -21,7 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from trims_shim.daemon import ingest
 from trims_shim.daemon.ingest import Meter
-from trims_shim.daemon.store import Ingested, Opening, StartIngest
+from trims_shim.daemon.values import Ingested, Opening, StartIngest
 from trims_shim.daemon.workers import Workers
 from trims_shim.errors import FileChanged, MemoryFailure, NoSpace, ReadFailed, TrimsError
 from trims_shim.memory.host import HostMemory, SealedSegment

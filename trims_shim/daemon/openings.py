@@ -30,7 +30,8 @@ from trims_shim.daemon.loader import Finished
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.recent import Recent
 from trims_shim.daemon.sessions import Session
-from trims_shim.daemon.store import (
+from trims_shim.daemon.tiers import DeviceTier, Tier, Tiers
+from trims_shim.daemon.values import (
     Action,
     AdoptSegment,
     Announce,
@@ -42,7 +43,6 @@ from trims_shim.daemon.store import (
     RefuseRequest,
     StartIngest,
 )
-from trims_shim.daemon.tiers import DeviceTier, Tier, Tiers
 from trims_shim.daemon.waiting import WaitingRequests
 from trims_shim.errors import (
     AccessDenied,

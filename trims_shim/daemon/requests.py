@@ -21,8 +21,8 @@ from trims_shim.daemon.loader import Hashing
 from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.prepared.serving import PreparedModels
 from trims_shim.daemon.sessions import Session
-from trims_shim.daemon.store import DropImage, ImageRow
 from trims_shim.daemon.tiers import Tier, Tiers
+from trims_shim.daemon.values import DropImage, ImageRow
 from trims_shim.errors import (
     AccessDenied,
     MalformedMessage,

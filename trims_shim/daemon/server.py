@@ -35,8 +35,8 @@ from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.prepared.serving import PreparedModels
 from trims_shim.daemon.requests import Daemon, add_counters, handle
 from trims_shim.daemon.sessions import Session, Sessions, descriptors_are_scarce
-from trims_shim.daemon.store import Announce
 from trims_shim.daemon.tiers import Tier, Tiers
+from trims_shim.daemon.values import Announce
 from trims_shim.errors import (
     AccessDenied,
     MalformedMessage,

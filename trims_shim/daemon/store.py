@@ -32,32 +32,32 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, TypeVar
 
 from trims_shim.daemon.eviction import Candidate, EvictionPolicy
 from trims_shim.daemon.leases import Leases
 from trims_shim.daemon.recent import Recent
+from trims_shim.daemon.values import (
+    Action,
+    AdoptSegment,
+    Announce,
+    DiscardSegment,
+    DropImage,
+    GrantLease,
+    IdentityKey,
+    ImageRow,
+    Ingested,
+    NameKey,
+    Opening,
+    RefuseRequest,
+    StartIngest,
+    Totals,
+)
 from trims_shim.errors import NoSpace, TrimsError, UnknownImage
 from trims_shim.printable import size
 from trims_shim.specs import Digest, Identity
 
-__all__ = [
-    "DIGITS_NEEDED",
-    "Action",
-    "AdoptSegment",
-    "Announce",
-    "DiscardSegment",
-    "DropImage",
-    "GrantLease",
-    "IdentityKey",
-    "ImageRow",
-    "Ingested",
-    "Opening",
-    "RefuseRequest",
-    "StartIngest",
-    "Store",
-    "Totals",
-]
+__all__ = ["DIGITS_NEEDED", "Store"]
 
 DIGITS_NEEDED = 6
 """Of a digest, to name an image."""
@@ -66,120 +66,6 @@ _NAMES_PER_IMAGE = 16
 _NAMES_LIMIT = 8192
 """Of all images, however small they are. A name may take 16 KiB: in all half of what counts as
 bloat (:mod:`trims_shim.daemon.control`)."""
-
-IdentityKey = tuple[int, Identity, int]
-"""(user, identity, lead bytes)."""
-NameKey = tuple[int, str]
-"""(user, path)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """A client's request for an image, with the proof already checked.
-
-    The image is the file's bytes behind ``lead_bytes`` zeros.
-    """
-
-    session: int
-    request: int
-    user: int
-    identity: Identity
-    name: str
-    lead_bytes: int = 0
-
-    @property
-    def key(self) -> IdentityKey:
-        """What the image is looked up by."""
-        return (self.user, self.identity, self.lead_bytes)
-
-    @property
-    def image_bytes(self) -> int:
-        """Size of the image."""
-        return self.lead_bytes + self.identity.size_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Ingested:
-    """A load that ended well. ``is_settled``: the identity may be trusted from now on."""
-
-    digest: Digest
-    resident_bytes: int
-    is_settled: bool
-    load_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class StartIngest:
-    """Read the file of this request; ``is_likely_known``: hash first, an equal image may exist.
-
-    ``is_only_hashed``: there is no room to load it; it fails if no equal image exists.
-    """
-
-    ingest: int
-    opening: Opening
-    is_likely_known: bool
-    is_only_hashed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class AdoptSegment:
-    """The loaded segment is the image of this digest from now on."""
-
-    ingest: int
-    digest: Digest
-
-
-@dataclass(frozen=True, slots=True)
-class DiscardSegment:
-    """The loaded segment is not needed: an image of equal content exists."""
-
-    ingest: int
-
-
-@dataclass(frozen=True, slots=True)
-class GrantLease:
-    """Send the segment and the reply."""
-
-    opening: Opening
-    lease: int
-    digest: Digest
-    outcome: str
-    is_settled: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RefuseRequest:
-    """Answer with an error."""
-
-    opening: Opening
-    error: TrimsError
-
-
-@dataclass(frozen=True, slots=True)
-class DropImage:
-    """Give up the segment of this image.
-
-    The other fields are what the store knew of it, for a tier that takes it over.
-    """
-
-    digest: Digest
-    size_bytes: int = field(default=0, compare=False)
-    identities: tuple[IdentityKey, ...] = field(default=(), compare=False)
-    names: tuple[NameKey, ...] = field(default=(), compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """Publish an event."""
-
-    event: str
-    digest: Digest
-    size_bytes: int
-
-
-Action: TypeAlias = (
-    StartIngest | AdoptSegment | DiscardSegment | GrantLease | RefuseRequest | DropImage | Announce
-)
 
 
 @dataclass(slots=True)
@@ -246,34 +132,6 @@ class _Pointers(Generic[_Key]):
         del keys[key]
         if not keys:
             del self._keys[digest]
-
-
-@dataclass(frozen=True, slots=True)
-class ImageRow:
-    """One image in a snapshot. ``names`` are (user, path) pairs.
-
-    ``hits`` are the opens that took an image that was there, or being loaded.
-    """
-
-    digest: Digest
-    size_bytes: int
-    resident_bytes: int
-    leases: int
-    is_pinned: bool
-    loaded_ns: int
-    used_ns: int
-    hits: int
-    load_ns: int
-    names: tuple[NameKey, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """The account of the tier."""
-
-    budget_bytes: int
-    resident_bytes: int
-    reserved_bytes: int
 
 
 class Store:

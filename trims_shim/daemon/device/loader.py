@@ -30,7 +30,7 @@ from trims_shim.daemon.device.peer_copying import PeerCopies, PeerImage
 from trims_shim.daemon.device.uploading import Job, Uploader
 from trims_shim.daemon.ingest import Meter
 from trims_shim.daemon.loader import Finished, Hashing, Load, Loads
-from trims_shim.daemon.store import Ingested, StartIngest
+from trims_shim.daemon.values import Ingested, StartIngest
 from trims_shim.errors import (
     DriverFailure,
     NoSpace,
