@@ -70,7 +70,7 @@ class Order:
 
 
 class Preparer:
-    """Runs preparers. It is up to the caller that no two run at a time."""
+    """Runs preparers. The caller sees to it that one runs at a time, but for those given up."""
 
     def __init__(self, *, timeout_s: float, anyway_bytes: int = 0, gives_way: bool = True) -> None:
         """``timeout_s`` is for one model, from its start to its reply.
