@@ -29,6 +29,9 @@ settings.load_profile("short")
 # and on a busy machine a time slice each time that they wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# From 1.31 on onnxruntime reports its use, and opens descriptors for it at any moment.
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"
+
 # A shell that starts the tests in the background ignores it, and then so would their children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
