@@ -65,4 +65,4 @@ def test_every_command_is_offered(script: str, capsys: pytest.CaptureFixture[str
     help = capsys.readouterr().out
     commands = offered(script, "")
     assert {"status", "run", "completion"} <= set(commands)
-    assert all(f"    {each}" in help for each in commands if not each.startswith("-"))
+    assert all(f"\n  {each} " in help for each in commands if not each.startswith("-"))

@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 
 from trims_shim.cli.exits import Exit
-from trims_shim.cli.main import main
+from trims_shim.cli.main import main, make_parser
 
 from .conftest import Trims
 
+FIRST = ["demo", "run", "warm", "fetch"]
 LOOKING = ["status", "top", "info", "ls"]
-IMAGES = ["warm", "pin", "unpin", "evict", "verify"]
-COMMANDS = [*LOOKING, *IMAGES, "stop", "run", "daemon", "autostart", "demo", "batch", "completion"]
+STEERING = ["pin", "unpin", "evict", "verify", "stop"]
+SETTING_UP = ["autostart", "completion", "daemon"]
+BESIDES = ["batch", "stage", "plan"]
+COMMANDS = [*FIRST, *LOOKING, *STEERING, *SETTING_UP, *BESIDES]
 GROUPED = [
     "batch profile",
     "batch simulate",
@@ -25,7 +28,7 @@ GROUPED = [
     "stage profile",
     "stage plot",
 ]
-PRINTS_DATA = set(COMMANDS) - {"run", "daemon", "batch", "completion"}
+PRINTS_DATA = set(COMMANDS) - {"run", "daemon", "completion", *BESIDES}
 NEEDS_DAEMON = (
     ("status",),
     ("ls",),
@@ -43,7 +46,10 @@ def test_help_documents_every_command_and_exit_status(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
-    assert all(f"\n    {name}" in text for name in COMMANDS)
+    places = [text.index(f"\n  {name} ") for name in COMMANDS]
+    assert places == sorted(places), "what people need first comes first"
+    choices = make_parser()._subparsers._group_actions[0].choices
+    assert sorted(choices) == sorted(COMMANDS)
     assert all(f"{code.value}  {code.meaning}" in text for code in Exit)
 
 
@@ -54,10 +60,10 @@ def test_help_of_a_command_has_an_example(name: str, capsys: pytest.CaptureFixtu
     text = capsys.readouterr().out
     assert "example:\n  " in text
     assert f"trims {name}" in text
-    assert ("--json" in text) == (name in PRINTS_DATA)
+    assert ("\n  --json" in text) == (name in PRINTS_DATA)
 
 
-@pytest.mark.parametrize("name", [*COMMANDS, "stage", *GROUPED])
+@pytest.mark.parametrize("name", [*COMMANDS, *GROUPED])
 def test_help_fits_a_terminal(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

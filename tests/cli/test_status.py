@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.util
 import json
 import os
 import signal
+import struct
+import subprocess
+import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -27,6 +33,13 @@ def test_status_shows_memory_images_and_counters(warmed: Trims, model: Path) -> 
     assert str(model) in done.stdout
     assert str(warmed.sockets) in done.stdout
     assert "note" not in done.stdout
+
+
+def test_what_is_warmed_is_no_load_of_a_framework(warmed: Trims) -> None:
+    shown = warmed("status").stdout
+    assert "loads     none by torch or other libraries yet; what was warmed counts as opens" in shown
+    assert "shared" not in shown
+    assert "prepared  no ONNX model yet; " in shown
 
 
 def test_lines_of_many_reasons_fit_a_terminal(warmed: Trims) -> None:
@@ -111,15 +124,35 @@ def test_ls(warmed: Trims, model: Path) -> None:
         "DIGEST",
         "SIZE",
         "TIER",
-        "RESIDENT",
         "LEASES",
-        "PINNED",
         "HITS",
         "USED",
         "NAMES",
     ]
     assert row.startswith(image["digest"][:12] + " ")
     assert row.endswith(str(model))
+
+
+@pytest.mark.parametrize("command", ["ls", "status"])
+def test_tables_fit_a_terminal(warmed: Trims, model: Path, command: str) -> None:
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trims_shim", *command.split()],
+        env={k: v for k, v in warmed.environment.items() if k != "COLUMNS"},
+        stdin=theirs,
+        stdout=theirs,
+    )
+    os.close(theirs)
+    with open(ours, encoding="utf-8", errors="replace") as terminal:
+        shown = ""
+        with contextlib.suppress(OSError):  # the other end is closed
+            while character := terminal.read(1):
+                shown += character
+    assert process.wait(timeout=120) == Exit.OK
+    (row,) = [line for line in shown.splitlines() if f"/{model.name}" in line]
+    assert "…" in row
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_top_draws_once_where_there_is_no_terminal(warmed: Trims, model: Path) -> None:
@@ -162,4 +195,8 @@ def test_text() -> None:
     assert text.bar([(20, "#"), (1, "+")], 10, width=10) == "[##########]"
     assert text.bar([(1, "#")], 0, width=3) == "[...]"
     assert text.table(("A", "BB"), [("x", "1")], right=["BB"]) == "A  BB\nx   1"
+    names = ("/models/a", "/models/of/b.safetensors")
+    narrowed = text.table(("A", "NAMES"), [("x", each) for each in names], width=17)
+    assert narrowed.splitlines()[1:] == ["x  /models/a", "x  …b.safetensors"]
+    assert [text.end_of("/模型.pt", room) for room in (8, 7, 6)] == ["/模型.pt", "…型.pt", "…型.pt"]
     assert text.table(("A", "P50 MS"), [("x", "1")], right=["P50 MS"]) == "A  P50 MS\nx       1"

@@ -33,7 +33,7 @@ def add_batch(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "batch",
         "batch",
-        "measure batches of a function, and try batching policies on them, in simulated time",
+        "measure batches of a function; try batching policies on them",
         _EXAMPLE,
         has_json=False,
     )

@@ -135,21 +135,72 @@ def make_parser() -> argparse.ArgumentParser:
     codes = "\n".join(f"  {code.value:3}  {code.meaning}" for code in Exit)
     parser: argparse.ArgumentParser = Parser(
         prog="trims",
+        usage="trims [-h] [--version] COMMAND ...",
         description="One copy of every model's weights per machine: look at and steer the cache.",
         epilog=f"exit status:\n{codes}\n\nSettings: `trims info`.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"trims {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (
-        *(_add_looking, _add_images, _add_daemon, _add_programs),
-        *(add_batch, add_stage, add_plan),
-    ):
-        add(commands)
+    # The list of commands is that of the groups.
+    commands = parser.add_subparsers(
+        prog="trims", metavar="COMMAND", required=True, help=argparse.SUPPRESS
+    )
+    for title, adding in _GROUPS.items():
+        before = len(commands._choices_actions)
+        for add in adding:
+            add(commands)
+        group = parser.add_argument_group(title)
+        group._group_actions += commands._choices_actions[before:]
     return parser
 
 
 _DEVICE = "cuda:0, or (the beginning of) an id that `trims status` shows"
+
+
+def _add_first(commands: Commands[argparse.ArgumentParser]) -> None:
+    demo = add_command(
+        commands,
+        "demo",
+        "demo:demo",
+        "measure what the cache gains here; leaves nothing behind",
+        "trims demo --size-mb 1000 --processes 8",
+    )
+    demo.add_argument(
+        "--size-mb", type=count, default=400, metavar="MB", help="in steps of 50; default 400"
+    )
+    demo.add_argument(
+        "--processes", type=_several, default=4, metavar="N", help="that load it; default 4"
+    )
+    # Listed here for the help only; see _dispatch.
+    commands.add_parser("run", help="run a program with the cache, unchanged", add_help=False)
+    warm = add_command(
+        commands,
+        "warm",
+        "images:warm",
+        "load model files into the cache; starts a daemon if none runs",
+        "trims warm --pin /models/llama/*.safetensors /models/bert s3://models/vit.pt",
+    )
+    warm.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="a file, a pattern, a directory (all below it), or a URL, which is fetched first",
+    )
+    warm.add_argument("--pin", action="store_true", help="keep them resident")
+    warm.add_argument("--device", metavar="DEVICE", help=f"into a device's memory: {_DEVICE}")
+    fetch = add_command(
+        commands,
+        "fetch",
+        "fetch:fetch",
+        "download remote models if new or changed; print their paths",
+        "trims fetch s3://models/vit.pt https://example.org/bert/",
+    )
+    fetch.add_argument(
+        "urls", nargs="+", metavar="URL", help="a file, or a folder (ends with a slash)"
+    )
+    fetch.add_argument(
+        "--digest", metavar="sha256:HEX", help="what the file has to be; with one URL only"
+    )
 
 
 def _add_looking(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -157,7 +208,7 @@ def _add_looking(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "status",
         "status:status",
-        "show the daemon, its memory, images, clients and counters; starts nothing",
+        "show the daemon, its memory, images, clients and counters",
         "trims status --json | jq .memory",
     )
     top = add_command(
@@ -175,7 +226,7 @@ def _add_looking(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "info",
         "info:info",
-        "show versions, settings and their sources, patch points, and what works on this machine",
+        "show what works here and why, versions, patch points, settings",
         "trims info --probe",
     )
     info.add_argument(
@@ -186,35 +237,7 @@ def _add_looking(commands: Commands[argparse.ArgumentParser]) -> None:
     )
 
 
-def _add_images(commands: Commands[argparse.ArgumentParser]) -> None:
-    fetch = add_command(
-        commands,
-        "fetch",
-        "fetch:fetch",
-        "download remote models that are not there yet, or have changed; print their paths",
-        "trims fetch s3://models/vit.pt https://example.org/bert/",
-    )
-    fetch.add_argument(
-        "urls", nargs="+", metavar="URL", help="a file, or a folder (ends with a slash)"
-    )
-    fetch.add_argument(
-        "--digest", metavar="sha256:HEX", help="what the file has to be; with one URL only"
-    )
-    warm = add_command(
-        commands,
-        "warm",
-        "images:warm",
-        "load model files into the cache; starts the daemon when none runs",
-        "trims warm --pin /models/llama/*.safetensors /models/bert s3://models/vit.pt",
-    )
-    warm.add_argument(
-        "paths",
-        nargs="+",
-        metavar="PATH",
-        help="a file, a pattern, a directory (all below it), or a URL, which is fetched first",
-    )
-    warm.add_argument("--pin", action="store_true", help="keep them resident")
-    warm.add_argument("--device", metavar="DEVICE", help=f"into a device's memory: {_DEVICE}")
+def _add_steering(commands: Commands[argparse.ArgumentParser]) -> None:
     for name, help in (
         ("pin", "keep an image resident until it is unpinned"),
         ("unpin", "let a pinned image be evicted again"),
@@ -225,7 +248,7 @@ def _add_images(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "evict",
         "images:evict",
-        "drop images, prepared ONNX models, or the copy of a URL, that no process uses",
+        "drop images, ONNX models and copies of URLs that nobody uses",
         "trims evict 3f2a9c01d4e5",
     )
     verify = add_command(
@@ -244,21 +267,11 @@ def _add_images(commands: Commands[argparse.ArgumentParser]) -> None:
         more = "; or a URL, or digits of a prepared model's key" if parser is evict else ""
         _add_image(which, nargs="?", more=more)
         which.add_argument("--all", action="store_true", help="every image")
-
-
-def _add_image(
-    parser: argparse._ActionsContainer, nargs: str | None = None, *, more: str = ""
-) -> None:
-    help = f"path of a model file, or the first 6 or more digits of a digest (see `trims ls`){more}"
-    parser.add_argument("image", nargs=nargs, metavar="IMAGE", help=help)
-
-
-def _add_daemon(commands: Commands[argparse.ArgumentParser]) -> None:
     stop = add_command(
         commands,
         "stop",
         "daemon:stop",
-        "stop the daemon, wait until it is gone, print its last statistics",
+        "stop the daemon, wait for its end, print its last statistics",
         "trims stop",
     )
     stop.add_argument(
@@ -268,24 +281,21 @@ def _add_daemon(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="SECONDS",
         help="how long to wait; default 10",
     )
-    add_command(
-        commands,
-        "daemon",
-        "daemon:serve",
-        "serve in the foreground, with the log on stderr; programs start it by themselves",
-        "TRIMS_HOST_BYTES=32GiB TRIMS_IDLE_EXIT=0 trims daemon",
-        has_json=False,
-    )
 
 
-def _add_programs(commands: Commands[argparse.ArgumentParser]) -> None:
-    # Listed here for the help only; see _dispatch.
-    commands.add_parser("run", help="run a program with the cache, unchanged", add_help=False)
+def _add_image(
+    parser: argparse._ActionsContainer, nargs: str | None = None, *, more: str = ""
+) -> None:
+    help = f"path of a model file, or the first 6 or more digits of a digest (see `trims ls`){more}"
+    parser.add_argument("image", nargs=nargs, metavar="IMAGE", help=help)
+
+
+def _add_setting_up(commands: Commands[argparse.ArgumentParser]) -> None:
     autostart = add_command(
         commands,
         "autostart",
         "autostart:autostart",
-        "let TRIMS_ENABLED=1 in the environment switch the cache on for this Python installation",
+        "let TRIMS_ENABLED=1 switch the cache on for this Python",
         "trims autostart install && TRIMS_ENABLED=1 python app.py",
     )
     autostart.add_argument(
@@ -304,18 +314,13 @@ def _add_programs(commands: Commands[argparse.ArgumentParser]) -> None:
         "source <(trims completion)   # in ~/.bashrc",
         has_json=False,
     )
-    demo = add_command(
+    add_command(
         commands,
-        "demo",
-        "demo:demo",
-        "measure what the cache does for a program that does not know it; leaves nothing behind",
-        "trims demo --size-mb 1000 --processes 8",
-    )
-    demo.add_argument(
-        "--size-mb", type=count, default=400, metavar="MB", help="in steps of 50; default 400"
-    )
-    demo.add_argument(
-        "--processes", type=_several, default=4, metavar="N", help="that load it; default 4"
+        "daemon",
+        "daemon:serve",
+        "serve in the foreground; programs start one by themselves",
+        "TRIMS_HOST_BYTES=32GiB TRIMS_IDLE_EXIT=0 trims daemon",
+        has_json=False,
     )
 
 
@@ -331,3 +336,13 @@ def _several(text: str) -> int:
     if value < 2:
         raise argparse.ArgumentTypeError("must be 2 or more: one fills the cache, others share it")
     return value
+
+
+_GROUPS: dict[str, tuple[Callable[[Commands[argparse.ArgumentParser]], None], ...]] = {
+    "start here": (_add_first,),
+    "look": (_add_looking,),
+    "steer what is cached": (_add_steering,),
+    "set up": (_add_setting_up,),
+    "besides the cache": (add_batch, add_stage, add_plan),
+}
+"""The commands, in the order in which people need them."""

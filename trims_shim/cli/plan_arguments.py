@@ -23,7 +23,7 @@ def add_plan(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "plan",
         "plan",
-        "plan which models run on which devices, and try the plan in simulated time",
+        "plan which models run on which devices; try plans",
         _EXAMPLE,
         has_json=False,
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from trims_shim.cli.text import ago, bar, counted, printable, size, table
+from trims_shim.cli.text import ago, bar, counted, printable, size, table, terminal_width
 from trims_shim.wire.admin import GetStatusReply, PreparedStatus
 
-__all__ = ["TITLES", "counts", "prepared_lines", "prepared_table", "row_of"]
+__all__ = ["RIGHT", "TITLES", "counts", "prepared_lines", "prepared_table", "row_of"]
 
 TITLES = ("KEY", "STATE", "SIZE", "LEASES", "HITS", "USED", "NAMES")
-_RIGHT = ("SIZE", "LEASES", "HITS", "USED")
+RIGHT = ("SIZE", "LEASES", "HITS", "USED")
 _SHOWN = 20
 
 
@@ -25,6 +25,8 @@ def prepared_lines(reply: GetStatusReply) -> list[str]:
         return []
     if storage.problem:
         return [f"prepared  no ONNX models: {storage.problem}"]
+    if not (reply.prepared or any(counts(reply.counters).values())):
+        return [f"prepared  no ONNX model yet; there may be {size(storage.budget_bytes)} of them"]
     states = [each.state for each in reply.prepared]
     became = counts(reply.counters)
     account = bar([(storage.resident_bytes, "#")], storage.budget_bytes)
@@ -41,7 +43,7 @@ def prepared_lines(reply: GetStatusReply) -> list[str]:
 def prepared_table(reply: GetStatusReply) -> str:
     """The first prepared models, as many as are in the reply or fit a screen."""
     rows = [row_of(each, reply.now_ns) for each in reply.prepared[:_SHOWN]]
-    text = table(TITLES, rows, right=_RIGHT)
+    text = table(TITLES, rows, right=RIGHT, width=terminal_width())
     more = len(reply.prepared) - _SHOWN
     return f"{text}\n... {more} more: `trims status --json`" if more > 0 else text
 

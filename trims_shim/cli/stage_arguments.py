@@ -29,7 +29,7 @@ def add_stage(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "stage",
         "stage",
-        "cut a model into stages, and measure what batches gain from entering between them",
+        "cut a model into stages; measure what batches gain from that",
         _EXAMPLE,
         has_json=False,
     )

@@ -10,8 +10,17 @@ from typing import Any
 
 from trims_shim.cli.devices import account, device_lines, image_count, short
 from trims_shim.cli.exits import Exit
-from trims_shim.cli.prepared import counts, prepared_lines, prepared_table
-from trims_shim.cli.text import ago, counted, duration, print_json, printable, size, table
+from trims_shim.cli.prepared import RIGHT, counts, prepared_lines, prepared_table
+from trims_shim.cli.text import (
+    ago,
+    counted,
+    duration,
+    print_json,
+    printable,
+    size,
+    table,
+    terminal_width,
+)
 from trims_shim.client.cache import cache
 from trims_shim.errors import DaemonUnavailable
 from trims_shim.wire.admin import (
@@ -21,12 +30,23 @@ from trims_shim.wire.admin import (
     ImageStatus,
 )
 
-__all__ = ["RESTART_HINT", "ask", "describe", "headline", "list_images", "loads", "status"]
+__all__ = [
+    "RESTART_HINT",
+    "TITLES",
+    "ask",
+    "describe",
+    "headline",
+    "list_images",
+    "loads",
+    "row_of",
+    "status",
+]
 
 RESTART_HINT = (
     "the daemon-side settings of this shell are not those the daemon was started with (which ones "
     "differ is not known); `trims stop` lets the next load start it with the new ones"
 )
+TITLES = ("DIGEST", "SIZE", "TIER", "LEASES", "HITS", "USED", "NAMES")
 _IMAGES_SHOWN = 20
 _WIDTH = 80
 _GLUE = "\xa0"
@@ -117,21 +137,30 @@ def headline(reply: GetStatusReply) -> list[str]:
     )
     uptime = duration((reply.now_ns - reply.started_ns) / 1e9)
     return [
-        f"daemon    {reply.pid}, trims_shim {reply.package}, up {uptime}, "
+        f"daemon    pid {reply.pid}, trims_shim {reply.package}, up {uptime}, "
         + (f"exits when idle for {duration(reply.idle_exit_s)}" if reply.idle_exit_s else "stays"),
         f"memory    {memory.kind}",
-        *([f"          {memory.reason}"] if memory.reason else ()),
+        *(_wrapped(f"          not {memory.reason}") if memory.reason else ()),
         f"host      {account(memory)}",
         *device_lines(reply),
         *prepared_lines(reply),
         f"opens     {counted(opens['hits'], 'hit')}, {counted(opens['misses'], 'miss')}, "
         f"{opens['joined']} joined, {opens['refused']} refused",
+        *_loads(clients),
+        *(_wrapped(on_devices) if reply.devices else ()),
+    ]
+
+
+def _loads(clients: dict[str, Any]) -> list[str]:
+    """What frameworks asked for, which ``trims warm`` is none of."""
+    if not clients["served"] and not clients["fallbacks"]:
+        return ["loads     none by torch or other libraries yet; what was warmed counts as opens"]
+    return [
         *_wrapped(
             f"loads     served {_by_reason(clients['served'])}; copies elided "
             f"{_by_reason(clients['elided'])}; {size(clients['bytes_shared'])} shared"
         ),
         *_wrapped(f"fallbacks {_by_reason(clients['fallbacks'])}"),
-        *(_wrapped(on_devices) if reply.devices else ()),
     ]
 
 
@@ -175,22 +204,21 @@ def _show(reply: GetStatusReply) -> None:
 
 
 def _images(images: tuple[ImageStatus, ...], now_ns: int) -> str:
-    titles = ("DIGEST", "SIZE", "TIER", "RESIDENT", "LEASES", "PINNED", "HITS", "USED", "NAMES")
-    rows = [
-        (
-            image.digest[:12],
-            size(image.size_bytes),
-            short(image.tier),
-            size(image.resident_bytes),
-            str(image.leases),
-            "yes" if image.is_pinned else "",
-            str(image.hits),
-            ago(image.used_ns, now_ns),
-            printable(", ".join(image.names)),
-        )
-        for image in images
-    ]
-    return table(titles, rows, right=("SIZE", "RESIDENT", "LEASES", "HITS", "USED"))
+    rows = [row_of(image, now_ns) for image in images]
+    return table(TITLES, rows, right=RIGHT, width=terminal_width())
+
+
+def row_of(image: ImageStatus, now_ns: int) -> tuple[str, ...]:
+    """The cells of a row, in the order of :data:`TITLES`."""
+    return (
+        image.digest[:12] + (" pinned" if image.is_pinned else ""),
+        size(image.size_bytes),
+        short(image.tier),
+        str(image.leases),
+        str(image.hits),
+        ago(image.used_ns, now_ns),
+        printable(", ".join(image.names)),
+    )
 
 
 def _clients(clients: list[ClientStatus], now_ns: int) -> str:

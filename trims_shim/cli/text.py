@@ -1,9 +1,12 @@
-"""Plain text for people: sizes, times, bars and tables. Pure; no colour, no third-party import."""
+"""Plain text for people: sizes, times, bars and tables. No colour, no third-party import."""
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
+import sys
+import unicodedata
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -15,11 +18,15 @@ __all__ = [
     "behind_name",
     "counted",
     "duration",
+    "end_of",
     "print_json",
     "printable",
     "size",
     "table",
+    "terminal_width",
 ]
+
+_LEAST_OF_A_CELL = 12
 
 
 def counted(number: int, noun: str) -> str:
@@ -66,9 +73,21 @@ def bar(parts: Sequence[tuple[float, str]], whole: float, *, width: int = 30) ->
 
 
 def table(
-    titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Collection[str] = (),
+    width: int | None = None,
 ) -> str:
-    """Columns padded to their widest cell; those with a title in ``right`` are right-aligned."""
+    """Columns padded to their widest cell; those with a title in ``right`` are right-aligned.
+
+    If there is a ``width``, the last column is the :func:`end_of` its cells, as far as it has room.
+    """
+    if width is not None:
+        others = list(zip(titles, *rows, strict=True))[:-1]
+        room = width - sum(2 + max(map(len, column)) for column in others)
+        room = max(_LEAST_OF_A_CELL, room)
+        rows = [(*row[:-1], end_of(row[-1], room)) for row in rows]
     widths = [max(len(row[i]) for row in (titles, *rows)) for i in range(len(titles))]
     aligned_right = [title in right for title in titles]
     lines = []
@@ -79,6 +98,25 @@ def table(
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal that stdout is; None if it is none, as files and pipes have room."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def end_of(text: str, room: int) -> str:
+    """The text if it has so many columns at most, else its end: paths begin alike."""
+    if sum(map(_columns, text)) <= room:
+        return text
+    text = text[-room:]
+    while sum(map(_columns, text)) >= room > 0:
+        text = text[1:]
+    return f"…{text}"
+
+
+def _columns(character: str) -> int:
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
 def print_json(value: Any) -> None:

@@ -10,13 +10,15 @@ import argparse
 import importlib.util
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from trims_shim.cli.devices import short
 from trims_shim.cli.exits import Exit
-from trims_shim.cli.prepared import TITLES, row_of
-from trims_shim.cli.status import ask, describe, headline
-from trims_shim.cli.text import ago, counted, print_json, printable, size
+from trims_shim.cli.prepared import RIGHT
+from trims_shim.cli.prepared import TITLES as PREPARED_TITLES
+from trims_shim.cli.prepared import row_of as prepared_row
+from trims_shim.cli.status import TITLES, ask, describe, headline, row_of
+from trims_shim.cli.text import counted, end_of, print_json
 from trims_shim.errors import DaemonUnavailable
 from trims_shim.wire.admin import GetStatusReply
 
@@ -73,67 +75,45 @@ def _live(interval_s: float) -> Exit:
 
 
 def _draw(now: GetStatusReply, before: GetStatusReply | None) -> Group:
-    from rich import box
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for title in ("digest", "size", "tier", "leases", "hits", "used"):
-        side: Literal["left", "right"] = "left" if title in ("digest", "tier") else "right"
-        table.add_column(title, justify=side, no_wrap=True)
-    # The only column that is narrowed if there is no room.
-    table.add_column("names")
-    for image in now.images:
-        table.add_row(
-            image.digest[:12] + (" pinned" if image.is_pinned else ""),
-            size(image.size_bytes),
-            short(image.tier),
-            str(image.leases),
-            str(image.hits),
-            ago(image.used_ns, now.now_ns),
-            _End(printable(", ".join(image.names))),
-            style="bold" if image.leases else None,
-        )
     lines = [*headline(now), _rates(now, before)]
-    tables = [table, _draw_prepared(now)] if now.prepared else [table]
+    images = [(row_of(each, now.now_ns), each.leases) for each in now.images]
+    prepared = [(prepared_row(each, now.now_ns), each.leases) for each in now.prepared]
+    tables = [_table(TITLES, images)]
+    if prepared:
+        tables.append(_table(PREPARED_TITLES, prepared))
     return Group(Text("\n".join(line for line in lines if line)), *tables)
 
 
-def _draw_prepared(now: GetStatusReply) -> Table:
+def _table(titles: Sequence[str], rows: Sequence[tuple[tuple[str, ...], int]]) -> Table:
+    """Rows with leases are bold."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    *titles, names = TITLES
-    for title in titles:
-        side: Literal["left", "right"] = "left" if title in ("KEY", "STATE") else "right"
+    *others, names = titles
+    for title in others:
+        side: Literal["left", "right"] = "right" if title in RIGHT else "left"
         table.add_column(title.lower(), justify=side, no_wrap=True)
+    # The only column that is narrowed if there is no room.
     table.add_column(names.lower())
-    for each in now.prepared:
-        *cells, last = row_of(each, now.now_ns)
-        style = "bold" if each.leases else None
-        table.add_row(*cells, _End(last), style=style)
+    for (*cells, last), leases in rows:
+        table.add_row(*cells, _End(last), style="bold" if leases else None)
     return table
 
 
 class _End:
-    """A text of which the end is shown where there is no room: paths begin alike."""
+    """A text of which the end is shown where there is no room."""
 
     def __init__(self, text: str) -> None:
         self._text = text
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.cells import cell_len
         from rich.text import Text
 
-        text, room = self._text, options.max_width
-        if cell_len(text) > room:
-            text = text[-room:]
-            while cell_len(text) >= room > 0:
-                text = text[1:]
-            text = f"…{text}"
-        yield Text(text, no_wrap=True)
+        yield Text(end_of(self._text, options.max_width), no_wrap=True)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         from rich.cells import cell_len
