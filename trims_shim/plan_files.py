@@ -230,7 +230,7 @@ class _Table:
 
     def _value(self, key: str) -> Any:
         if not self._has(key):
-            raise FormatError(f"{self.path}: there is no {self.name(key)}")
+            raise FormatError(f"{self.path}: {self.name(key)} is missing")
         return self.content[key]
 
 

@@ -143,6 +143,8 @@ def test_warm_of_nothing(warmed: Trims, tmp_path: Path) -> None:
     done = warmed("warm", str(tmp_path))
     assert done.returncode == Exit.FAILED
     assert "no model file" in done.stderr
+    done = warmed("warm", "")
+    assert (done.returncode, done.stderr) == (Exit.FAILED, "trims warm: no model file in ''\n")
 
 
 def test_warm_of_a_directory_that_cannot_be_read(

@@ -129,6 +129,13 @@ def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "trims: nope.json: No such file or directory\n"
 
 
+def test_output_that_is_no_file_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["batch", "plot", "load", "--line", "2,20", "-o", "/dev/null"])
+    assert end.value.code == Exit.USAGE
+    assert "'/dev/null' is a device or a pipe, not a file\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", NEEDS_DAEMON, ids=" ".join)
 def test_without_a_daemon_status_3_and_none_is_started(
     words: tuple[str, ...],
@@ -183,6 +190,23 @@ def test_closed_streams_are_no_error(warmed: Trims) -> None:
             assert (done.returncode, done.stderr) == (Exit.OK, "")
 
 
+def test_stdout_without_room_is_named(warmed: Trims) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "trims_shim", "info"],
+            env=warmed.environment,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (
+        Exit.FAILED,
+        "trims: stdout: No space left on device\n",
+    )
+
+
 MEASURED = """
 from trims_shim.batching.staged import StagedModel
 from trims_shim.ensemble import Member
@@ -233,6 +257,38 @@ def test_progress_that_nobody_reads_stops_no_work(
         assert process.stdout.read()
     assert process.returncode == Exit.OK
     assert (tmp_path / "saved.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "file"),
+    [
+        *((words, "saved.json") for words in MEASURING[:2]),
+        (("batch", "plot", "profile", "--line=2,20"), "plot.png"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else " ".join(value[:2]),
+)
+def test_a_file_without_room_is_named_and_not_left(
+    words: tuple[str, ...], file: str, trims: Trims, tmp_path: Path
+) -> None:
+    (tmp_path / "measured.py").write_text(MEASURED)
+    done = subprocess.run(
+        [
+            "sh",
+            "-c",
+            f'ulimit -f 0; exec "{sys.executable}" -B -m trims_shim "$@" -o {file}',
+            "sh",
+            *words,
+        ],
+        cwd=tmp_path,
+        env=trims.environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == Exit.FAILED
+    assert done.stderr.endswith(f"trims: {file}: File too large\n")
+    assert [each.name for each in tmp_path.iterdir()] == ["measured.py"]
 
 
 @pytest.mark.parametrize("words", MEASURING, ids=lambda words: " ".join(words[:2]))

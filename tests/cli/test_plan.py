@@ -194,13 +194,13 @@ def test_json_has_null_where_no_number_is(
     ("old", "new", "message"),
     [
         ("slo_ms = 300", "slo_ms = 300\nslo = 1", "slo is not known; did you mean 'slo_ms'?"),
-        ("slo_ms = 300", "", "there is no families.classify.slo_ms"),
+        ("slo_ms = 300", "", "families.classify.slo_ms is missing"),
         ("cpu = 4", "cpu = 1.5", "devices.cpu is 1.5; it has to be a whole number from 0 to 10000"),
         ("cpu = 4", "tpu = 4", "small on cpu: there is no such kind of device"),
         ("cpu = 4", f"cpu = 0x{'f' * 5000}", "devices.cpu is a number too long to show"),
         ("cpu = 4", 'cpu = "4"', "devices.cpu is '4'; it has to be a whole number"),
         ("demand_qps = 120", "demand_qps = true", "families.classify.demand_qps is True"),
-        ("accuracy = 70", "", "there is no families.classify.variants.small.accuracy"),
+        ("accuracy = 70", "", "families.classify.variants.small.accuracy is missing"),
         (
             "{ 1 = 18, 4 = 55 }",
             "{ }",

@@ -118,7 +118,7 @@ def test_command_that_cannot_be_started(trims: Trims, tmp_path: Path) -> None:
     done = trims("run", "")
     assert (done.returncode, done.stderr) == (
         Exit.NOT_FOUND,
-        "trims run: : no such command or file\n",
+        "trims run: '': no such command or file\n",
     )
     (tmp_path / "bad").write_bytes(b"\x7fELF")
     (tmp_path / "bad").chmod(0o755)

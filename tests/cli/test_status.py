@@ -37,7 +37,7 @@ def test_status_shows_memory_images_and_counters(warmed: Trims, model: Path) -> 
 
 def test_what_is_warmed_is_no_load_of_a_framework(warmed: Trims) -> None:
     shown = warmed("status").stdout
-    assert "loads     none by torch or other libraries yet; what was warmed counts as opens" in shown
+    assert "loads     none by torch or other libraries yet; what was warmed counts" in shown
     assert "shared" not in shown
     assert "prepared  no ONNX model yet; " in shown
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.text import print_json
@@ -85,4 +87,12 @@ def _draw(drawing: Drawing, path: str) -> None:
         axes.grid(alpha=0.3)
         if len(panel.lines) > 1:
             axes.legend()
-    figure.savefig(path, dpi=150)
+    picture = io.BytesIO()
+    figure.savefig(picture, format=os.path.splitext(path)[1][1:], dpi=150)
+    try:
+        Path(path).write_bytes(picture.getvalue())
+    except OSError as error:
+        if error.filename is not None:  # It could not be opened, and is as it was.
+            raise
+        os.unlink(path)
+        raise OSError(error.errno, error.strerror, path) from error

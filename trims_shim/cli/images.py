@@ -75,7 +75,8 @@ def warm(arguments: argparse.Namespace) -> Exit:
     found = {word: list(_files(path)) if path else [] for word, path in paths_of.items()}
     paths = list(dict.fromkeys(path for each in found.values() for path in each))
     empty = [word for word, each in found.items() if not each]
-    missing = [word for word in empty if paths_of[word]]
+    # Of a URL that could not be fetched, that has been said.
+    missing = [word or "''" for word in empty if word not in local or paths_of[word]]
     if missing:
         print(f"trims warm: no model file in {', '.join(missing)}", file=sys.stderr)
     if not paths and not arguments.json:

@@ -9,6 +9,7 @@ measured may start a daemon.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import io
 import os
@@ -42,6 +43,10 @@ example:
   trims run app.py --port 8000
   trims run torchrun --nproc-per-node 4 train.py
 """
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""Of a file without a name, which is stdout: others are named where they are written."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,6 +105,8 @@ def _complain(error: BaseException, code: Exit) -> Exit:
 def _text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return f"stdout: {error.strerror}"
     return str(error)
 
 

@@ -31,7 +31,7 @@ def run(words: Sequence[str]) -> Exit:
             signal.signal(number, signal.SIG_DFL)
         os.execvpe(command[0], command, environment(os.environ))
     except FileNotFoundError:
-        print(f"trims run: {words[0]}: no such command or file", file=sys.stderr)
+        print(f"trims run: {words[0] or repr('')}: no such command or file", file=sys.stderr)
         return Exit.NOT_FOUND
     except OSError as error:
         print(f"trims run: {words[0]}: {error.strerror}", file=sys.stderr)

@@ -66,6 +66,9 @@ def output(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{text!r}: there is no such directory")
     if os.path.isdir(text):
         raise argparse.ArgumentTypeError(f"{text!r} is a directory")
+    if os.path.exists(text) and not os.path.isfile(text):
+        # A rename would put a file in the place of /dev/null.
+        raise argparse.ArgumentTypeError(f"{text!r} is a device or a pipe, not a file")
     if not os.access(directory, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r}: its directory cannot be written")
     return text

@@ -68,9 +68,11 @@ def _replace(path: str, text: str) -> None:
         with open(number, "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, path) from error
         raise
 
 
