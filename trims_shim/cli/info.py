@@ -82,8 +82,9 @@ def _patches(found: Description) -> str:
         groups.setdefault(state, []).append(each)
     lines = ["patch points"]
     for state, points in groups.items():
-        lines.append(f"  {state}")
-        lines += [f"    {each.name} ({each.library} {each.supported})" for each in points]
+        lines += _wrapped(state, 2, more=0)
+        for each in points:
+            lines += _wrapped(f"{each.name} ({each.library} {each.supported})", 4, more=2)
     return "\n".join(lines)
 
 
@@ -170,13 +171,24 @@ def _settings(found: Description) -> str:
         source = each.source.removesuffix(f" {each.variable}")  # environment TRIMS_STRICT
         when = "; read when the daemon starts" if each.is_read_at_daemon_start else ""
         lines.append(f"  {each.variable}={each.value} ({source}{when})")
-        lines += textwrap.wrap(
-            each.help, 79, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False
-        )
+        lines += _wrapped(each.help, 6, more=0)
     there = "" if os.path.exists(found.config_file) else ", not there"
     return "\n".join([f"settings (file: {found.config_file}{there})", *lines])
 
 
 def _pairs(pairs: list[tuple[str, str]]) -> str:
     width = max(len(name) for name, _ in pairs)
-    return "\n".join(f"  {name.ljust(width)}  {value}" for name, value in pairs)
+    lines = (_wrapped(f"{name.ljust(width)}  {value}", 2, more=width + 2) for name, value in pairs)
+    return "\n".join(line for each in lines for line in each)
+
+
+def _wrapped(text: str, indent: int, *, more: int) -> list[str]:
+    """In lines of a terminal; ``more`` spaces are before all but the first."""
+    return textwrap.wrap(
+        text,
+        79,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + more),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
