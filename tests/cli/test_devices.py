@@ -387,8 +387,10 @@ def test_info_shows_devices() -> None:
         "device memory (TRIMS_DEVICE_BACKEND=vmm)",
         "  weights  can be shared",
         "  driver   580.82",
-        f"  cuda:0   NVIDIA H200, {FIRST}, 141 GiB, 120 GiB free",
-        f"  cuda:1   Old, {SECOND}, 1.0 GiB, free: ?; cannot export memory (backend vmm)",
+        "  cuda:0   NVIDIA H200, 141 GiB, 120 GiB free,",
+        f"           {FIRST}",
+        f"  cuda:1   Old, 1.0 GiB, free: ?, {SECOND};",
+        "           cannot export memory (backend vmm)",
     ]
 
 

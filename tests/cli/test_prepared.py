@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import rich.console
 from harness import wait_until
 from onnx_models import perceptron
 
+from trims_shim.cli import top
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.prepared import prepared_lines, prepared_table
 from trims_shim.wire import admin
@@ -98,8 +102,7 @@ def test_info_shows_the_place(prepared: Trims) -> None:
 def test_info_says_why_there_are_none(trims: Trims, tmp_path: Path) -> None:
     (tmp_path / "prepared").symlink_to(tmp_path)
     done = trims("info", TRIMS_CACHE_DIR=str(tmp_path))
-    assert "off: " in done.stdout
-    assert f"{tmp_path}/prepared is not a directory" in done.stdout
+    assert f"models off: {tmp_path}/prepared is not a directory" in " ".join(done.stdout.split())
     done = trims("info", "--json", TRIMS_PREPARED_BYTES="0")
     found = json.loads(done.stdout)["prepared"]
     assert not found["is_available"]
@@ -177,3 +180,17 @@ def test_table() -> None:
     assert "refused: unknown_model" in refused
     many = prepared_table(_reply(*[_row("ready")] * 25))
     assert many.endswith("... 5 more: `trims status --json`")
+
+
+@pytest.mark.parametrize(("images", "rows"), [(50, 1), (2, 50), (50, 50)])
+def test_top_fits_the_screen_and_says_what_it_leaves_out(images: int, rows: int) -> None:
+    image = admin.ImageStatus("b" * 64, 1 << 20, 1 << 20, 0, False, 0, 0, 0, 1, ("/m.pt",))
+    reply = dataclasses.replace(_reply(*[_row("ready")] * rows), images=(image,) * images)
+    drawn = io.StringIO()
+    rich.console.Console(width=80, file=drawn).print(top._draw(reply, None, 30))
+    lines = drawn.getvalue().splitlines()
+    assert 25 <= len(lines) <= 30
+    shown = sum(line.endswith(("/m.pt", "/m.onnx")) for line in map(str.rstrip, lines))
+    left_out = sum(int(line.split()[1]) for line in lines if line.startswith(" ... "))
+    assert shown + left_out == images + rows
+    assert left_out

@@ -111,7 +111,7 @@ def _device(found: Description) -> str:
 def _found(device: DeviceFound) -> str:
     free = f"{size(device.free_bytes)} free" if device.free_bytes >= 0 else "free: ?"
     export = "" if device.can_export else "; cannot export memory (backend vmm)"
-    return f"{device.name}, {device.id}, {size(device.total_bytes)}, {free}{export}"
+    return f"{device.name}, {size(device.total_bytes)}, {free}, {device.id}{export}"
 
 
 def _prepared(found: Description) -> str:

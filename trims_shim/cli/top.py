@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = ["top"]
 
+_LINES_AROUND = 4
+"""Of a table: its titles, the line below them, and empty ones."""
+_LEAST_ROWS = 4
 _RATES = (
     ("open_hit", "hits"),
     ("open_miss", "misses"),
@@ -62,9 +66,9 @@ def _live(interval_s: float) -> Exit:
 
     before, now = None, ask()
     try:
-        with Live(_draw(now, None), screen=True, auto_refresh=False) as live:
+        with Live(screen=True, auto_refresh=False) as live:
             while True:
-                live.update(_draw(now, before), refresh=True)
+                live.update(_draw(now, before, live.console.height), refresh=True)
                 time.sleep(interval_s)
                 before, now = now, ask()
     except KeyboardInterrupt:
@@ -74,20 +78,27 @@ def _live(interval_s: float) -> Exit:
         return Exit.NO_DAEMON
 
 
-def _draw(now: GetStatusReply, before: GetStatusReply | None) -> Group:
+def _draw(now: GetStatusReply, before: GetStatusReply | None, height: float = math.inf) -> Group:
+    """A picture that is so high at most, if that leaves room for a few rows of each table."""
     from rich.console import Group
     from rich.text import Text
 
-    lines = [*headline(now), _rates(now, before)]
+    lines = [line for line in (*headline(now), _rates(now, before)) if line]
     images = [(row_of(each, now.now_ns), each.leases) for each in now.images]
     prepared = [(prepared_row(each, now.now_ns), each.leases) for each in now.prepared]
-    tables = [_table(TITLES, images)]
+    tables = 2 if prepared else 1
+    room = height - len(lines) - _LINES_AROUND * tables
+    most = max(_LEAST_ROWS, room - len(prepared))
+    drawn = [_table(TITLES, images, most=most)]
     if prepared:
-        tables.append(_table(PREPARED_TITLES, prepared))
-    return Group(Text("\n".join(line for line in lines if line)), *tables)
+        most = max(_LEAST_ROWS, room - min(len(images), most))
+        drawn.append(_table(PREPARED_TITLES, prepared, most=most))
+    return Group(Text("\n".join(lines)), *drawn)
 
 
-def _table(titles: Sequence[str], rows: Sequence[tuple[tuple[str, ...], int]]) -> Table:
+def _table(
+    titles: Sequence[str], rows: Sequence[tuple[tuple[str, ...], int]], *, most: float
+) -> Table:
     """Rows with leases are bold."""
     from rich import box
     from rich.table import Table
@@ -99,8 +110,11 @@ def _table(titles: Sequence[str], rows: Sequence[tuple[tuple[str, ...], int]]) -
         table.add_column(title.lower(), justify=side, no_wrap=True)
     # The only column that is narrowed if there is no room.
     table.add_column(names.lower())
-    for (*cells, last), leases in rows:
+    shown = rows if len(rows) <= most else rows[: int(most) - 1]
+    for (*cells, last), leases in shown:
         table.add_row(*cells, _End(last), style="bold" if leases else None)
+    if len(shown) < len(rows):
+        table.add_row(f"... {len(rows) - len(shown)} more")
     return table
 
 
