@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 from trims_shim import diagnostics, errors
+from trims_shim.cli.main import make_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -80,3 +82,12 @@ def test_messages_that_are_explained_are_those_of_the_code() -> None:
     sources = [path.read_text() for path in (ROOT / "trims_shim").rglob("*.py")]
     code = re.sub(r'"\s+f?"', "", "\n".join(sources))  # literals over several lines, joined
     assert sorted(each for each in quoted - others if each not in code) == []
+
+
+def test_commands_are_understood() -> None:
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
+    line = re.compile(r"^(?:[$#]|   ) (?:[A-Z_]+=\S+ )*trims (?!run )(.*)$", re.MULTILINE)
+    found = [words for page in pages for words in line.findall(page.read_text())]
+    assert "plan herd herd.toml" in found
+    for words in found:
+        assert make_parser().parse_args(shlex.split(words, comments=True))
