@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -60,6 +63,39 @@ def test_a_model_that_is_not_made_in_time_is_given_up(
     monkeypatch.setattr(tempfile, "tempdir", None)
     assert main(["demo", "--size-mb=1"]) == Exit.FAILED
     assert "not made within 0.01 s; try a smaller --size-mb" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_without_room_is_not_begun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert main(["demo", "--size-mb=1000000000"]) == Exit.FAILED
+    assert f"needs 1000000000 MB on disk in {tmp_path}, and " in capsys.readouterr().err
+    monkeypatch.setattr(demo, "available_bytes", lambda: 2_000_000)
+    assert main(["demo", "--size-mb=1"]) == Exit.FAILED
+    assert "needs 3 MB of memory, and 2 MB are free" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_nothing_is_left_where_it_is_ended(
+    number: signal.Signals, trims: Trims, tmp_path: Path
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trims_shim", "demo", "--size-mb=1"],
+        env=trims.environment | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stderr is not None
+        while "process 1 of 4 with trims" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(number)
+        assert process.stderr.read().endswith("... interrupted; everything was removed\n")
+    assert process.returncode == Exit.INTERRUPTED
     assert not list(tmp_path.iterdir())
 
 

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from pathlib import Path
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.progress import say
 from trims_shim.cli.text import print_json, table
+from trims_shim.memory.limits import available_bytes
 from trims_shim.wire.handover import wait_until_ready
 
 __all__ = ["demo"]
@@ -38,6 +40,9 @@ _ANSWER_DEADLINE_S = 180.0
 _STOP_DEADLINE_S = 15.0
 _SOCKET_DIR_LIMIT_BYTES = 70
 """Longest directory for another one with sockets in it: the kernel allows 107, with names."""
+_COPIES = 3
+"""Of the model in memory at most: the program's without trims, the cache's, and that of a model
+which has not loaded its weights yet."""
 _SERVED_FRACTION = 0.9
 """Share of the checkpoint's bytes that must be shared for a process to count as served."""
 _AREA = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ [0-9a-f]+ ([0-9a-f]+:[0-9a-f]+) (\d+)\s*(.*)$")
@@ -184,7 +189,8 @@ def demo(arguments: argparse.Namespace) -> Exit:
         return Exit.FAILED
     note = _Notes(is_quiet=arguments.json)
     try:
-        with _place(arguments.size_mb) as place:
+        _check_room(arguments.size_mb)
+        with _ending_as_by_ctrl_c(), _place(arguments.size_mb) as place:
             runs = _measure(place, arguments.processes, note)
             size_bytes = place.checkpoint.stat().st_size
     except KeyboardInterrupt:
@@ -214,6 +220,36 @@ class _Notes:
 
 
 # --- running ------------------------------------------------------------------------------------
+
+
+def _check_room(size_mb: int) -> None:
+    """Raise _DemoFailed before a model is made for which this machine has no room."""
+    directory = tempfile.gettempdir()
+    rooms = (
+        (f"on disk in {directory}", size_mb, shutil.disk_usage(directory).free),
+        ("of memory", _COPIES * size_mb, available_bytes()),
+    )
+    for where, needed_mb, free_bytes in rooms:
+        if needed_mb * _MEGA > free_bytes:
+            raise _DemoFailed(
+                f"a model of {size_mb} MB needs {needed_mb} MB {where}, and {_size(free_bytes)} "
+                "are free; try a smaller --size-mb"
+            )
+
+
+@contextlib.contextmanager
+def _ending_as_by_ctrl_c() -> Iterator[None]:
+    """Also by ``kill``, and where the terminal is closed, but under ``nohup``."""
+    numbers = [
+        each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL
+    ]
+    for number in numbers:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

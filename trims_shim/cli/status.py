@@ -189,7 +189,7 @@ def _show(reply: GetStatusReply) -> None:
     print("\n".join(headline(reply)))
     print(f"socket    {cache().endpoint.directory}")
     if reply.config_hash != cache().config.daemon_hash():
-        print(f"note      {RESTART_HINT}")
+        print("\n".join(_wrapped(f"note      {RESTART_HINT}")))
     print(f"\n{image_count(reply)}")
     if reply.images:
         print(_images(reply.images[:_IMAGES_SHOWN], reply.now_ns))
