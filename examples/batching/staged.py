@@ -4,7 +4,8 @@
 
 Requests come one after the other, faster than the model answers one. With the whole model, requests
 that come while a batch runs wait for its end. With stages they run the first stages while the batch
-waits for them, and then go on with it. The answers are the same.
+waits for them, and then go on with it, where that pays: on a busy machine it may not. The answers
+are the same.
 
 The second part has answers in pieces: a request that is finished leaves the loop between two steps,
 and the next one takes its place.

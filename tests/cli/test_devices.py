@@ -187,6 +187,14 @@ def test_ls(capsys: pytest.CaptureFixture[str]) -> None:
     assert [each["tier"] for each in json.loads(capsys.readouterr().out)] == [FIRST, "host", FIRST]
 
 
+def test_ls_of_nothing_has_titles(
+    daemon: Callable[[GetStatusReply], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon(dataclasses.replace(PLAIN, images=()))
+    assert main(["ls"]) == Exit.OK
+    assert capsys.readouterr().out == "DIGEST  SIZE  TIER  LEASES  HITS  USED  NAMES\n"
+
+
 @pytest.mark.usefixtures("daemon")
 def test_top(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "200")

@@ -76,11 +76,11 @@ def status(arguments: argparse.Namespace) -> Exit:
 
 
 def list_images(arguments: argparse.Namespace) -> Exit:
-    """The table of images, or JSON."""
+    """The table of images, if only its titles, or JSON."""
     reply = ask()
     if arguments.json:
         print_json([dataclasses.asdict(image) for image in reply.images])
-    elif reply.images:
+    else:
         print(_images(reply.images, reply.now_ns))
     return Exit.OK
 
