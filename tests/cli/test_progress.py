@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import pytest
 
 from trims_shim.cli.progress import Progress
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What stderr is from now on, with 80 columns."""
+    shown = io.StringIO()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(shown, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", shown)
+    return shown
+
+
+def test_nothing_is_shown_of_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = terminal(monkeypatch)
+    with Progress([], is_quiet=False):
+        pass
+    assert shown.getvalue() == ""
+
+
+def test_of_the_bar_the_end_of_the_path_is_shown_and_nothing_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = terminal(monkeypatch)
+    path = "/models/" + "x" * 60 + "/model.pt"
+    with Progress([1 << 20], is_quiet=False) as progress:
+        progress.begin(path)
+        assert progress._bar is not None
+        progress._bar.refresh()
+        drawn = shown.getvalue()
+        progress.end("loaded", error="", note="")
+    assert f"…{path[-41:]} " in drawn
+    assert shown.getvalue().endswith("\x1b[1A\x1b[2K"), "the line of the bar is cleared"
 
 
 @pytest.mark.parametrize("columns", ["0", "20"])

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trims_shim.cli.text import printable, size
+from trims_shim.cli.text import end_of, printable, size
 
 if TYPE_CHECKING:
     import rich.progress
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["Progress", "say"]
 
 
-_TEXT_WIDTH = 44
-"""With a bar of a few characters and figures, that fills a line of 80."""
+_TEXT_WIDTH = 42
+"""With a spinner, a bar of a few characters and figures, that fills a line of 80."""
 _LEAST_OF_A_PATH = 12
 _MOVED = ("loaded", "downloaded")
 """Outcomes that took time by the size of the file."""
@@ -39,7 +39,7 @@ class Progress:
         self._path = ""
         self._start = 0.0
         self._is_waiting = False
-        self._bar = None if is_quiet or not sys.stderr.isatty() else _new_bar()
+        self._bar = _new_bar() if sizes and not is_quiet and sys.stderr.isatty() else None
         if self._bar is not None:
             self._task = self._bar.add_task("", total=sum(sizes))
 
@@ -56,7 +56,7 @@ class Progress:
         """A file is being loaded."""
         self._path, self._start, self._is_waiting = printable(path), time.monotonic(), False
         if self._bar is not None:
-            self._bar.update(self._task, description=self._path[-_TEXT_WIDTH:])
+            self._bar.update(self._task, description=end_of(self._path, _TEXT_WIDTH))
 
     def wait(self, reason: str) -> None:
         """Another process is still at the file; called again and again meanwhile."""
@@ -64,7 +64,7 @@ class Progress:
             seconds = time.monotonic() - self._start
             state = f"{reason}, {seconds:.0f} s"
             room = _TEXT_WIDTH - len(state) - 2
-            text = f"{self._path[-room:]}, {state}" if room >= _LEAST_OF_A_PATH else state
+            text = f"{end_of(self._path, room)}, {state}" if room >= _LEAST_OF_A_PATH else state
             self._bar.update(self._task, description=text)
         elif not (self._is_quiet or self._is_waiting):
             say(f"{self._place()}: {reason} ...")
@@ -117,10 +117,12 @@ def _new_bar() -> rich.progress.Progress | None:
         if not console.width:  # COLUMNS=0: it would print nothing
             return None
         return bars.Progress(
+            bars.SpinnerColumn(),  # as the bar stands still while a file is loaded
             bars.TextColumn("{task.description}", markup=False),
             bars.BarColumn(bar_width=None),
             bars.DownloadColumn(binary_units=True, table_column=Column(no_wrap=True)),
             bars.TransferSpeedColumn(table_column=Column(no_wrap=True)),
             console=console,
+            transient=True,
         )
     return None
