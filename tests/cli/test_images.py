@@ -234,7 +234,7 @@ def test_evict_all_leaves_the_pinned(warmed: Trims, models: Path) -> None:
     said = warmed("evict", "--all").stdout
     assert "evicted 1 image," in said
     assert "in use" not in said
-    assert warmed("ls").stdout == ""
+    assert json.loads(warmed("ls", "--json").stdout) == []
 
 
 def test_evict_of_an_empty_name(warmed: Trims, model: Path) -> None:
