@@ -78,7 +78,6 @@ def test_help_fits_a_terminal(
 @pytest.mark.parametrize(
     "words",
     [
-        [],
         ["nosuch"],
         ["pin"],
         ["evict"],
@@ -99,6 +98,13 @@ def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> No
     error = capsys.readouterr().err
     assert "usage: trims" in error
     assert "invalid _" not in error, "the name of a function says nothing to users"
+
+
+def test_without_a_command_all_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == Exit.USAGE
+    shown = capsys.readouterr()
+    assert "\n  demo " in shown.err
+    assert shown.out == ""
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,11 @@ def _dispatch(words: list[str]) -> int:
     if words[:1] == ["run"]:
         # Not argparse: everything after `run` belongs to the program, also what starts with "-".
         return _run(words[1:])
-    arguments = make_parser().parse_args(words)
+    parser = make_parser()
+    if not words:
+        parser.print_help(sys.stderr)
+        return Exit.USAGE
+    arguments = parser.parse_args(words)
     module, _, function = arguments.command.partition(":")
     if platform_problem and not module.startswith(("batch", "stage", "plan", "completion")):
         raise DaemonUnavailable(platform_problem)
