@@ -15,6 +15,8 @@ from trims_shim.batching.profiles.profile_store import SavedProfile, load_profil
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
 
+from .conftest import Trims
+
 SMALL = ["--line", "2,20", "--max-batch-size", "16", "--requests", "400"]
 MODULE = """
 import time
@@ -205,6 +207,48 @@ def test_profile_of_what_is_not_there(
     assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("import nosuch_library", "ModuleNotFoundError: No module named 'nosuch_library'"),
+        ("open('nosuch.pt')", "FileNotFoundError: [Errno 2] No such file or directory: 'nosuch"),
+        ("def (", "SyntaxError: invalid syntax"),
+    ],
+)
+def test_profile_of_a_module_that_cannot_be_imported(
+    source: str,
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "broken_app.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["batch", "profile", "broken_app:double", "--shape", "3"]
+    assert main(words) == Exit.FAILED
+    error = capsys.readouterr().err
+    assert f"trims: broken_app cannot be imported: {complaint}" in error
+    assert error.endswith("; TRIMS_LOG=debug shows where\n")
+
+
+def test_profile_of_a_function_that_fails(trims: Trims, tmp_path: Path) -> None:
+    (tmp_path / "broken_app.py").write_text("def double(batch):\n    raise OSError('no room')\n")
+    words = ("batch", "profile", "broken_app:double", "--shape", "3")
+    given = "a batch of 1 of --shape 3 --dtype float32"
+    said = f"trims: broken_app:double does not run with {given}: OSError: no room; "
+    done = trims(*words, cwd=tmp_path)
+    assert done.returncode == Exit.FAILED
+    assert done.stderr == f"{said}TRIMS_LOG=debug shows where\n"
+    shown = trims(*words, cwd=tmp_path, TRIMS_LOG="debug").stderr
+    assert said in shown
+    assert 'broken_app.py", line 2, in double' in shown
+    (tmp_path / "item_app.py").write_text("def one():\n    raise KeyError('no room')\n")
+    done = trims(*words[:3], "--item", "item_app:one", cwd=tmp_path)
+    assert done.returncode == Exit.FAILED
+    assert done.stderr.startswith("trims: item_app:one makes nothing: KeyError: 'no room'; ")
+
+
 def test_a_target_is_an_object_in_a_module(
     app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,7 +286,7 @@ def test_profile_of_items_that_the_function_does_not_take(
     item: list[str], given: str, app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["batch", "profile", "batch_app:add", *item]) == Exit.FAILED
-    said = f"trims: batch_app:add does not run with {given}: "
+    said = f"trims: batch_app:add does not run with a batch of 1 of {given}: "
     assert capsys.readouterr().err.startswith(said)
 
 

@@ -26,7 +26,7 @@ def test_without_torch_it_says_so(trims: Trims) -> None:
     without = WITHOUT_RICH.replace("rich", "torch")
     done = trims.python("-c", without, "demo")
     assert (done.returncode, done.stdout) == (Exit.FAILED, "")
-    assert done.stderr.endswith("has no torch\n")
+    assert done.stderr.endswith("has no torch; install it there\n")
     assert "Traceback" not in done.stderr
 
 

@@ -287,7 +287,7 @@ def test_words_that_do_not_fit(
         ([*STAGED[1:], "--device", "nosuch"], "--device nosuch: device 'nosuch'"),
         (
             ["stage_app:adding", "--shape", "N", "--shape", "4", "--lengths", "3"],
-            "stage_app:adding does not run with --shape N --shape 4 --dtype float32: Assertion",
+            "does not run with a batch of 1 of --shape N --shape 4 --dtype float32: AssertionError",
         ),
     ],
 )

@@ -39,10 +39,7 @@ def profile(arguments: argparse.Namespace) -> Exit:
     with printing_apart(), contextlib.closing(asyncio.new_event_loop()) as loop:
         target = _target(arguments, loop)
         sizes = sorted(set(arguments.sizes or sizes_to_measure(target.max_batch_size)))
-        with running(arguments.target, arguments):
-            durations_ns = _measure(
-                target, sizes, repeats=arguments.repeats, is_quiet=arguments.json
-            )
+        durations_ns = _measure(target, sizes, arguments)
     measured = LatencyProfile.measured(durations_ns, pads=False)
     if arguments.output:
         save_profile(arguments.output, _saved(target, durations_ns))
@@ -123,16 +120,17 @@ async def _gathered(steps: AsyncIterator[Any]) -> list[Any]:
 
 
 def _measure(
-    target: _Target, sizes: Sequence[int], *, repeats: int, is_quiet: bool
+    target: _Target, sizes: Sequence[int], arguments: argparse.Namespace
 ) -> dict[int, int]:
     """Nanoseconds by size; a size is reported on stderr after its second run."""
     runs: Counter[int] = Counter()
 
     def run(size: int) -> None:
         started_ns = time.perf_counter_ns()
-        target.run(size)
+        with running(target.name, arguments, size):
+            target.run(size)
         runs[size] += 1
-        if runs[size] == 2 and not is_quiet:
+        if runs[size] == 2 and not arguments.json:
             text = f"[{len(runs)}/{len(sizes)}] batch of {size}: about "
             text += f"{(time.perf_counter_ns() - started_ns) / 1e6:.3g} ms"
             say(text)

@@ -185,7 +185,7 @@ def demo(arguments: argparse.Namespace) -> Exit:
     needs torch, and as much disk as the model has.
     """
     if importlib.util.find_spec("torch") is None:
-        print(f"trims demo: {sys.executable} has no torch", file=sys.stderr)
+        print(f"trims demo: {sys.executable} has no torch; install it there", file=sys.stderr)
         return Exit.FAILED
     note = _Notes(is_quiet=arguments.json)
     try:

@@ -12,6 +12,7 @@ import argparse
 import errno
 import importlib
 import io
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -45,6 +46,7 @@ example:
 """
 
 
+_log = logging.getLogger(__name__)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 """Of a file without a name, which is stdout: others are named where they are written."""
 
@@ -103,6 +105,7 @@ def _complain(error: BaseException, code: Exit) -> Exit:
     # The import of this package has reported a setting that cannot be used already.
     if str(error) != _activate.config_problem:
         print(f"trims: {_text(error)}", file=sys.stderr)
+    _log.debug("this ended the command", exc_info=error)
     return code
 
 

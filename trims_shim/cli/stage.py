@@ -137,14 +137,18 @@ def _measured(
             clock=time.perf_counter_ns,
             lane=_lane(arguments),
         )
-        with running(arguments.model, arguments):
-            measure(
-                tell.runs(passes.run, length, sizes),
-                sizes,
-                repeats=arguments.repeats,
-                clock=time.perf_counter_ns,
-                limit_ns=left_ns // (len(target.lengths) - number + arguments.lanes),
-            )
+
+        def run(size: int, passes: StagePasses = passes) -> None:
+            with running(arguments.model, arguments, size):
+                passes.run(size)
+
+        measure(
+            tell.runs(run, length, sizes),
+            sizes,
+            repeats=arguments.repeats,
+            clock=time.perf_counter_ns,
+            limit_ns=left_ns // (len(target.lengths) - number + arguments.lanes),
+        )
         tell.steadiness(passes.unsteadiness)
         latencies_ns[length] = passes.median_ns()
         _check_reached(arguments.model, latencies_ns[length])

@@ -51,19 +51,22 @@ def printing_apart() -> Iterator[None]:
 def named(name: str) -> Any:
     """The object that ``MODULE:NAME`` names.
 
-    Raises ConfigError for another form, TrimsError if there is no such object.
+    Raises ConfigError for another form, TrimsError if there is no such object, or its module does
+    not get imported.
     """
     module_name, colon, path = name.partition(":")
     if not colon or not module_name or not path:
         raise ConfigError(f"{name!r} names nothing; write MODULE:NAME, such as app:classify")
     try:
         found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name != module_name.partition(".")[0] and error.name != module_name:
-            raise  # The module exists, and imports one that does not.
-        raise TrimsError(
-            f"there is no module {module_name} in {os.getcwd()} or on the path of {sys.executable}"
-        ) from None
+    except Exception as error:  # Whatever the user's module raises.
+        names = (module_name, module_name.partition(".")[0])
+        if isinstance(error, ModuleNotFoundError) and error.name in names:
+            raise TrimsError(
+                f"there is no module {module_name} in {os.getcwd()} or on the path of "
+                f"{sys.executable}"
+            ) from None
+        raise fault(f"{module_name} cannot be imported", error) from error
     for part in path.split("."):
         try:
             found = getattr(found, part)
@@ -73,7 +76,7 @@ def named(name: str) -> Any:
 
 
 def made(found: Any, name: str, *how: Any) -> Any:
-    """Call ``found`` if it is a function. Raises TrimsError unless it takes ``how``."""
+    """Call ``found`` if it is a function. Raises TrimsError unless it takes ``how`` and returns."""
     if not callable(found):
         return found
     try:
@@ -83,7 +86,18 @@ def made(found: Any, name: str, *how: Any) -> Any:
         raise TrimsError(f"{name} {takes}, to make what is measured: {error}") from None
     except ValueError:
         pass  # A compiled function does not say what it takes.
-    return found(*how)
+    try:
+        return found(*how)
+    except TrimsError:
+        raise
+    except Exception as error:  # Whatever the user's function raises.
+        raise fault(f"{name} makes nothing", error) from error
+
+
+def fault(what: str, error: Exception) -> TrimsError:
+    """An error of the user's code, to be raised from that."""
+    said = printable(f"{type(error).__name__}: {first_line(error)}")
+    return TrimsError(f"{what}: {said}; TRIMS_LOG=debug shows where")
 
 
 # --- an item --------------------------------------------------------------------------------------
@@ -136,18 +150,18 @@ def on_device(device: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def running(name: str, arguments: argparse.Namespace) -> Iterator[None]:
-    """Raise TrimsError, which names the options of the item, for what measured code raises."""
+def running(name: str, arguments: argparse.Namespace, size: int) -> Iterator[None]:
+    """Raise TrimsError, which names the batch and the options of its items, for what it raises."""
     try:
         yield
     except TrimsError:
         raise
-    except Exception as error:
+    except Exception as error:  # Whatever the user's function raises.
         if arguments.item:
             given = [f"--item {each}" for each in arguments.item]
         else:
             shapes = [[each or "N" for each in shape] for shape in arguments.shape]
             given = [f"--shape {','.join(map(str, shape))}" for shape in shapes]
             given.append(f"--dtype {arguments.dtype}")
-        said = printable(f"{type(error).__name__}: {first_line(error)}")
-        raise TrimsError(f"{name} does not run with {' '.join(given)}: {said}") from error
+        what = f"{name} does not run with a batch of {size} of {' '.join(given)}"
+        raise fault(what, error) from error
