@@ -105,6 +105,7 @@ adding = StagedModel([add, head])
 slower = StagedModel([slower_each_time])
 padding = Batcher(StagedModel([padded]), collate=[Pad(), "list"], max_batch_size=2)
 leaving = StagedModel([all_leave, head])
+failing = StagedModel([lambda batch: batch.nothing], name="failing")
 module = Module().eval()
 one = 1
 """
@@ -284,6 +285,10 @@ def test_words_that_do_not_fit(
         (["stage_app:make_items", *STAGED[2:]], "is list: not a StagedModel"),
         (["nosuch.onnx", "--shape", "3"], "there is no file nosuch.onnx"),
         (["stage_app:leaving", *STAGED[2:]], "is finished before stage 1"),
+        (
+            ["stage_app:failing", *STAGED[2:]],
+            "stage_app:failing does not run with a batch of 1 of --item",
+        ),
         ([*STAGED[1:], "--device", "nosuch"], "--device nosuch: device 'nosuch'"),
         (
             ["stage_app:adding", "--shape", "N", "--shape", "4", "--lengths", "3"],

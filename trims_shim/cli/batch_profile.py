@@ -135,7 +135,7 @@ def _measure(
             text += f"{(time.perf_counter_ns() - started_ns) / 1e6:.3g} ms"
             say(text)
 
-    return measure(run, sizes, repeats=repeats, clock=time.perf_counter_ns)
+    return measure(run, sizes, repeats=arguments.repeats, clock=time.perf_counter_ns)
 
 
 def _saved(target: _Target, durations_ns: dict[int, int]) -> SavedProfile:
