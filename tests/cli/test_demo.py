@@ -82,6 +82,7 @@ def test_a_model_without_room_is_not_begun(
 def test_nothing_is_left_where_it_is_ended(
     number: signal.Signals, trims: Trims, tmp_path: Path
 ) -> None:
+    before = signal.signal(number, signal.SIG_DFL)  # to be inherited, also under nohup
     process = subprocess.Popen(
         [sys.executable, "-m", "trims_shim", "demo", "--size-mb=1"],
         env=trims.environment | {"TMPDIR": str(tmp_path)},
@@ -89,6 +90,7 @@ def test_nothing_is_left_where_it_is_ended(
         stderr=subprocess.PIPE,
         text=True,
     )
+    signal.signal(number, before)
     with process:
         assert process.stderr is not None
         while "process 1 of 4 with trims" not in process.stderr.readline():
