@@ -198,7 +198,7 @@ def _no_patch_is_forgotten() -> Iterator[None]:
     collection = sys.modules.get("onnxruntime.capi.onnxruntime_inference_collection")
     if patches is None or collection is None:
         return
-    sessions = "trims_shim.patches.onnxruntime_session"
+    sessions = "onnxruntime_session"
     method = collection.InferenceSession._create_inference_session
     assert hasattr(method, "__wrapped__") == (sessions in patches.applied())
     assert not hasattr(getattr(method, "__wrapped__", None), "__wrapped__")

@@ -160,9 +160,9 @@ def test_sockets_that_cannot_be_had_are_reported_once(run: Run, tmp_path: Path) 
 def test_patches_can_be_chosen(run: Run) -> None:
     program = (
         "import safetensors.numpy as library, trims_shim\n"
-        "states = {each['name']: each['state'] for each in trims_shim.info()['patches']}\n"
-        "print(hasattr(library.load_file, '__wrapped__'), states['safetensors.numpy.load_file'],\n"
-        "      states['torch.nn.Module.load_state_dict'])\n"
+        "states = {each['target']: each['state'] for each in trims_shim.info()['patches']}\n"
+        "print(hasattr(library.load_file, '__wrapped__'), states['safetensors.numpy:load_file'],\n"
+        "      states['torch.serialization:_load'])\n"
     )
     assert run(program, TRIMS_PATCHES="safetensors").stdout == "True applied off\n"
     assert run(program, TRIMS_PATCHES="torch").stdout == "False off waiting\n"

@@ -99,7 +99,6 @@ print(json.dumps([problem, nvml.driver_version() or "", rows]))
 class PatchStatus:
     """A patch point; ``state`` is applied, skipped, waiting, undone or off."""
 
-    name: str
     library: str
     target: str
     supported: str
@@ -281,7 +280,7 @@ def _look(the_cache: Cache, problems: tuple[str, ...]) -> Description:
 
 
 def _import_libraries() -> None:
-    names = dict.fromkeys(name for _, modules, _ in patches.PATCH_FILES for name in modules)
+    names = dict.fromkeys(name for _, _, modules, _ in patches.PATCH_FILES for name in modules)
     for module in names:
         if module.startswith(("transformers", "peft")):  # slower than all the others together
             continue
@@ -321,13 +320,12 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _patches(settings: Config, problems: tuple[str, ...]) -> Iterator[PatchStatus]:
-    for wanted_by, modules, patch_file in patches.PATCH_FILES:
+    for patch_file, wanted_by, modules, _ in patches.PATCH_FILES:
         done = patches.applied().get(patch_file)
         if done is not None:
             for each in done:
                 point = each.point
-                declared = point.name, point.target, point.supported
-                yield _status(*declared, state=each.state.value, reason=each.reason)
+                yield _status(point.target, point.supported, each.state.value, each.reason)
             continue
         if patch_file in patches.requested():
             verb = "is" if len(modules) == 1 else "are"
@@ -335,12 +333,12 @@ def _patches(settings: Config, problems: tuple[str, ...]) -> Iterator[PatchStatu
         else:
             state, reason = "off", _why_off(settings, patch_file, wanted_by, problems)
         for declared in _declared(patch_file):
-            yield _status(*declared, state=state, reason=reason)
+            yield _status(*declared, state, reason)
 
 
-def _status(name: str, target: str, supported: str, *, state: str, reason: str) -> PatchStatus:
+def _status(target: str, supported: str, state: str, reason: str) -> PatchStatus:
     library = target.partition(":")[0].partition(".")[0]
-    return PatchStatus(name, library, target, supported, state, reason)
+    return PatchStatus(library, target, supported, state, reason)
 
 
 def _why_off(
@@ -357,24 +355,22 @@ def _why_off(
     return "trims_shim.disable() was called"
 
 
-def _declared(patch_file: str) -> list[tuple[str, str, str]]:
-    """Return (name, target, supported) of the patch points in a patch file.
+def _declared(patch_file: str) -> list[tuple[str, str]]:
+    """Return (target, supported) of the patch points in a patch file.
 
     Reads its source, because importing it may import torch.
     """
-    package, _, name = patch_file.rpartition(".")
     try:
-        source = pkgutil.get_data(package, f"{name}.py")  # also from a zip archive
+        source = pkgutil.get_data(
+            "trims_shim.patches", f"{patch_file}.py"
+        )  # also from a zip archive
     except OSError:  # a frozen program may be without
         return []
     points = []
     for node in ast.walk(ast.parse(source or b"")):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in _POINTS:
-            fields = {word.arg: word.value for word in node.keywords}
-            name, target, supported = (
-                ast.literal_eval(fields[word]) for word in ("name", "target", "supported")
-            )
-            points.append((name, target, supported))
+            target, supported = map(ast.literal_eval, node.args[:2])
+            points.append((target, supported))
     return points
 
 

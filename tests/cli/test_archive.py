@@ -36,4 +36,4 @@ def test_all_of_it_works_from_an_archive(new_trims: Callable[[], Trims], tmp_pat
     assert [each["outcome"] for each in json.loads(done.stdout)] == ["prepared", "loaded"]
     found = json.loads(trims("info", "--json", cwd=tmp_path).stdout)
     assert found["daemon"]["is_running"]
-    assert "torch.nn.Module.load_state_dict" in {each["name"] for each in found["patches"]}
+    assert "torch.serialization:_load" in {each["target"] for each in found["patches"]}

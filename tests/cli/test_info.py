@@ -26,9 +26,9 @@ def test_info_without_torch_daemon_or_side_effects(trims: Trims) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert not trims.sockets.exists()
-    states = {point["name"]: point["state"] for point in found["patches"]}
-    assert states["torch.nn.Module.load_state_dict"] == "waiting"
-    assert states["safetensors.numpy.load_file"] == "off"
+    states = {point["target"]: point["state"] for point in found["patches"]}
+    assert states["torch.serialization:_load"] == "waiting"
+    assert states["safetensors.numpy:load_file"] == "off"
     assert not found["daemon"]["is_running"]
     assert "does not exist yet" in found["socket"]["problem"]
     assert any(kind["is_available"] for kind in found["memory"])
@@ -41,9 +41,9 @@ def test_info_without_torch_daemon_or_side_effects(trims: Trims) -> None:
 
 def test_why_copies_are_not_elided(trims: Trims) -> None:
     found = json.loads(trims("info", "--json", TRIMS_ELIDE_COPIES="0").stdout)
-    reasons = {each["name"]: each["reason"] for each in found["patches"]}
+    reasons = {each["target"]: each["reason"] for each in found["patches"]}
     expected = "TRIMS_ELIDE_COPIES=0 (environment TRIMS_ELIDE_COPIES)"
-    assert reasons["torch.nn.Module.load_state_dict"] == expected
+    assert reasons["torch.storage:UntypedStorage.resize_"] == expected
 
 
 def test_info_for_people(warmed: Trims) -> None:
@@ -105,10 +105,10 @@ def test_probe_really_patches(trims: Trims) -> None:
     assert "trims_shim" not in theirs
 
 
-@pytest.mark.parametrize("patch_file", [file for _, _, file in patches.PATCH_FILES])
+@pytest.mark.parametrize("patch_file", [file for file, *_ in patches.PATCH_FILES])
 def test_what_info_reads_from_the_source_of_a_patch_file(patch_file: str) -> None:
-    points = importlib.import_module(patch_file).POINTS
+    points = importlib.import_module(f"trims_shim.patches.{patch_file}").POINTS
     declared = inspection._declared(patch_file)
-    if patch_file.endswith("onnxruntime_options"):
+    if patch_file == "onnxruntime_options":
         points = points[:4]  # The others depend on the version of onnxruntime.
-    assert declared == [(each.name, each.target, each.supported) for each in points]
+    assert declared == [(each.target, each.supported) for each in points]

@@ -237,7 +237,7 @@ def apply(*wanted: points.PatchPoint) -> Callable[[], None]:
         patches.disable()  # also where a failed test's traceback keeps tensors
     applied = [points.apply(point) for point in wanted]
     for each in applied:
-        assert each.state is points.PatchState.APPLIED, (each.point.name, each.reason)
+        assert each.state is points.PatchState.APPLIED, (each.point.target, each.reason)
 
     def undo() -> None:
         for each in reversed(applied):

@@ -158,7 +158,7 @@ def apply_points() -> Callable[[], None]:
     libraries = config.PATCHABLE_LIBRARIES if patches.requested() else ()
     patches.disable()
     done = [apply(point) for point in POINTS]
-    problems = [f"{each.point.name}: {each.reason}" for each in done if not _is_fine(each)]
+    problems = [f"{each.point.target}: {each.reason}" for each in done if not _is_fine(each)]
     assert not problems, problems
 
     def undo_points() -> None:

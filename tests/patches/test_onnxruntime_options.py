@@ -280,8 +280,8 @@ class TestNewerVersions:
         monkeypatch.setattr(Options, "set_something_new", set_something_new, raising=False)
         assert not records.is_watched()
         assert self.why_not_served(Options()) == "options_unknown"
-        name = "onnxruntime.SessionOptions.set_something_new"
-        done = [apply(point) for point in options_patch._others() if point.name == name]
+        target = "onnxruntime.capi._pybind_state:SessionOptions.set_something_new"
+        done = [apply(point) for point in options_patch._others() if point.target == target]
         assert records.is_watched()
         options = Options()
         options.set_something_new()

@@ -58,7 +58,7 @@ def point(
     wrap: Callable[[Any], Any] = wrapped,
     has_holders: bool = False,
 ) -> PatchPoint:
-    return PatchPoint("test", f"fake_library:{target}", ">=1", wrap, probe, has_holders)
+    return PatchPoint(f"fake_library:{target}", "1+", wrap, probe, has_holders)
 
 
 class TestResolve:
@@ -171,7 +171,7 @@ class TestApply:
         assert library.load is original
 
     def test_what_cannot_be_set_is_skipped(self) -> None:
-        patch = apply(PatchPoint("t", "builtins:int.bit_length", "", wrapped))
+        patch = apply(PatchPoint("builtins:int.bit_length", "", wrapped))
         assert patch.state is PatchState.SKIPPED
         assert "TypeError" in patch.reason
 

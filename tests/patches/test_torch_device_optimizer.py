@@ -540,9 +540,9 @@ def test_captures_of_programs_that_share_nothing(
 
 
 def test_both_ends_of_a_capture_are_seams() -> None:
-    of_cuda = ("torch.cuda.CUDAGraph.capture_begin", "torch.cuda.CUDAGraph.capture_end")
-    of_any = ("torch.accelerator.Graph.capture_begin", "torch.accelerator.Graph.capture_end")
-    assert tuple(each.name for each in torch_unshare.POINTS[2:6]) == of_cuda + of_any
+    of_cuda = [f"torch.cuda.graphs:CUDAGraph.capture_{end}" for end in ("begin", "end")]
+    of_any = [f"torch.accelerator.graphs:Graph.capture_{end}" for end in ("begin", "end")]
+    assert [each.target for each in torch_unshare.POINTS[2:6]] == of_cuda + of_any
     for each in torch_unshare.POINTS[2 : 6 if "torch.accelerator.graphs" in sys.modules else 4]:
         assert callable(points.resolve(each.target).original)
 
@@ -573,7 +573,7 @@ def test_a_captured_graph_keeps_its_memory(
 def test_disabling_leaves_the_guards_while_they_are_needed(
     devices: Devices, sharing: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, other_name = "trims_shim.patches.torch_unshare", "trims_shim.patches.torch_load"
+    name, other_name = "torch_unshare", "torch_load"
     applied = points.apply(torch_unshare.POINTS[0])
     other = points.apply(torch_initializers.POINTS[0])
     with monkeypatch.context() as patched:

@@ -441,7 +441,7 @@ def test_the_guard_is_applied_where_nobody_else_does_it(
     eliding = points.AppliedPatch(torch_module.POINTS[0], points.PatchState.APPLIED)
     # Undone before the fixture applies the real patches again, which are to be remembered.
     with monkeypatch.context() as patched:
-        patched.setattr(patches, "_applied", {"trims_shim.patches.torch_module": [eliding]})
+        patched.setattr(patches, "_applied", {"torch_module": [eliding]})
         assert torch_unshare.POINTS[-1].probe() == "torch_module does it"
         eliding.state = points.PatchState.SKIPPED
         assert torch_unshare.POINTS[-1].probe() is None

@@ -84,7 +84,7 @@ def _patches(found: Description) -> str:
     for state, points in groups.items():
         lines += _wrapped(state, 2, more=0)
         for each in points:
-            lines += _wrapped(f"{each.name} ({each.library} {each.supported})", 4, more=2)
+            lines += _wrapped(f"{each.target} ({each.supported})", 4, more=2)
     return "\n".join(lines)
 
 

@@ -23,45 +23,39 @@ if TYPE_CHECKING:
 
 __all__ = ["ELIDING", "active", "applied", "disable", "enable", "overridden", "requested"]
 
-ELIDING = "trims_shim.patches.torch_module"
+ELIDING = "torch_module"
 """The patch file that a setting can leave out."""
-_UNSHARING = "trims_shim.patches.torch_unshare"
-_INITIALIZING = "trims_shim.patches.torch_initializers"
-_MERGING = "trims_shim.patches.peft_merge"
-_SWAPPING = "trims_shim.patches.peft_hotswap"
-_RESCALING = "trims_shim.patches.transformers_rwkv"
-_PUTTING = "trims_shim.patches.accelerate_buffers"
-_SESSIONS = "onnxruntime.capi.onnxruntime_inference_collection"
+_BOTH = ("torch", "safetensors")
+_TORCH = ("torch",)
+_SAFETENSORS = ("safetensors",)
+_ONNXRUNTIME = ("onnxruntime",)
+_MODELS = ("transformers.core_model_loading", "transformers.modeling_utils")
+_TUNERS = ("peft.tuners.tuners_utils", "peft.tuners.lora.layer")
+_SESSIONS = ("onnxruntime.capi.onnxruntime_inference_collection",)
 PATCH_FILES = (
-    # (settings that ask for it, modules whose import completes the library, patch file)
-    (("torch", "safetensors"), ("torch",), "trims_shim.patches.torch_from_file"),
-    (("torch",), ("torch",), "trims_shim.patches.torch_load"),
-    (("torch",), ("torch",), ELIDING),
-    (("torch", "safetensors"), ("torch",), _UNSHARING),
-    (("torch", "safetensors"), ("torch",), _INITIALIZING),
-    (("torch",), ("torch",), "trims_shim.patches.torch_module_move"),
-    (("safetensors",), ("safetensors.numpy",), "trims_shim.patches.safetensors_numpy"),
-    (("safetensors",), ("safetensors", "torch"), "trims_shim.patches.safetensors_device"),
-    (("safetensors",), ("safetensors.torch",), "trims_shim.patches.safetensors_model"),
-    (
-        ("safetensors",),
-        ("transformers.core_model_loading", "transformers.modeling_utils"),
-        "trims_shim.patches.transformers_load",
-    ),
-    (
-        ("torch", "safetensors"),
-        ("peft.tuners.tuners_utils", "peft.tuners.lora.layer"),
-        _MERGING,
-    ),
-    (("torch", "safetensors"), ("peft.utils.hotswap",), _SWAPPING),
-    (("torch", "safetensors"), ("transformers.models.rwkv.modeling_rwkv",), _RESCALING),
-    (("torch", "safetensors"), ("accelerate.utils.modeling",), _PUTTING),
-    (("onnxruntime",), (_SESSIONS,), "trims_shim.patches.onnxruntime_options"),
-    (("onnxruntime",), (_SESSIONS,), "trims_shim.patches.onnxruntime_session"),
+    # (patch file, settings that ask for it, modules whose import completes the library, is a guard)
+    ("torch_from_file", _BOTH, ("torch",), False),
+    ("torch_load", _TORCH, ("torch",), False),
+    (ELIDING, _TORCH, ("torch",), True),
+    ("torch_unshare", _BOTH, ("torch",), True),
+    ("torch_initializers", _BOTH, ("torch",), True),
+    ("torch_module_move", _TORCH, ("torch",), False),
+    ("safetensors_numpy", _SAFETENSORS, ("safetensors.numpy",), False),
+    ("safetensors_device", _SAFETENSORS, ("safetensors", "torch"), False),
+    ("safetensors_model", _SAFETENSORS, ("safetensors.torch",), False),
+    ("transformers_load", _SAFETENSORS, _MODELS, False),
+    ("peft_merge", _BOTH, _TUNERS, True),
+    ("peft_hotswap", _BOTH, ("peft.utils.hotswap",), True),
+    ("transformers_rwkv", _BOTH, ("transformers.models.rwkv.modeling_rwkv",), True),
+    ("accelerate_buffers", _BOTH, ("accelerate.utils.modeling",), True),
+    ("onnxruntime_options", _ONNXRUNTIME, _SESSIONS, False),
+    ("onnxruntime_session", _ONNXRUNTIME, _SESSIONS, False),
 )
-_GUARDS = (ELIDING, _UNSHARING, _INITIALIZING, _MERGING, _SWAPPING, _RESCALING, _PUTTING)
-"""Patch files that keep programs from writing to shared device memory, which is fatal. They stay
-applied while this process has any."""
+"""The files of this package that patch libraries; what each patches is in its POINTS.
+
+Guards keep programs from writing to shared device memory, which is fatal. They stay applied while
+this process has any.
+"""
 
 overridden: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
     "trims_shim_override", default=None
@@ -88,7 +82,7 @@ def enable(libraries: tuple[str, ...], *, elide_copies: bool = True) -> None:
     global _is_enabled
     with no_fork(), _lock:
         _is_enabled = True
-        for wanted_by, modules, patch_file in PATCH_FILES:
+        for patch_file, wanted_by, modules, _ in PATCH_FILES:
             if not set(wanted_by) & set(libraries) or patch_file in _requested:
                 continue
             if patch_file == ELIDING and not elide_copies:
@@ -112,9 +106,11 @@ def disable() -> None:
 
     with no_fork(), _lock:
         _is_enabled = False
-        kept = _GUARDS if _is_any_shared() else ()
-        for patch_file in [each for each in _applied if each not in kept]:
-            for patch in reversed(_applied.pop(patch_file)):
+        keeps_guards = _is_any_shared()
+        for patch_file, _, _, is_guard in PATCH_FILES:
+            if keeps_guards and is_guard:
+                continue
+            for patch in reversed(_applied.pop(patch_file, [])):
                 undo(patch)
         _requested.intersection_update(_applied)
 
@@ -143,7 +139,7 @@ def _apply(patch_file: str) -> None:
 
         if patch_file not in _requested or patch_file in _applied:
             return
-        points = importlib.import_module(patch_file).POINTS
+        points = importlib.import_module(f"{__name__}.{patch_file}").POINTS
         _applied[patch_file] = done = []
         for point in points:  # a signal handler may end it in the middle
             done.append(apply(point))

@@ -34,10 +34,6 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 
 POINTS: tuple[PatchPoint, ...] = (
     DevicePoint(
-        name="accelerate: buffers",
-        target="accelerate.utils.modeling:set_module_tensor_to_device",
-        supported="1.15",
-        wrap=_wrap,
-        has_holders=True,
+        "accelerate.utils.modeling:set_module_tensor_to_device", "1.15", _wrap, has_holders=True
     ),
 )

@@ -18,28 +18,22 @@ __all__ = ["POINTS"]
 
 _RECORDED: tuple[PatchPoint, ...] = (
     PatchPoint(
-        name="onnxruntime.SessionOptions.__init__",
-        target="onnxruntime.capi._pybind_state:SessionOptions.__init__",
-        supported="1.19 and newer",
-        wrap=records.recording_new,
+        "onnxruntime.capi._pybind_state:SessionOptions.__init__", "1.19+", records.recording_new
     ),
     PatchPoint(
-        name="onnxruntime.SessionOptions.add_session_config_entry",
-        target="onnxruntime.capi._pybind_state:SessionOptions.add_session_config_entry",
-        supported="1.19 and newer",
-        wrap=records.recording_entry,
+        "onnxruntime.capi._pybind_state:SessionOptions.add_session_config_entry",
+        "1.19+",
+        records.recording_entry,
     ),
     PatchPoint(
-        name="onnxruntime.SessionOptions.add_free_dimension_override_by_name",
-        target="onnxruntime.capi._pybind_state:SessionOptions.add_free_dimension_override_by_name",
-        supported="1.19 and newer",
-        wrap=records.recording_dimension("name"),
+        "onnxruntime.capi._pybind_state:SessionOptions.add_free_dimension_override_by_name",
+        "1.19+",
+        records.recording_dimension("name"),
     ),
     PatchPoint(
-        name="onnxruntime.SessionOptions.add_free_dimension_override_by_denotation",
-        target="onnxruntime.capi._pybind_state:SessionOptions.add_free_dimension_override_by_denotation",
-        supported="1.19 and newer",
-        wrap=records.recording_dimension("denotation"),
+        "onnxruntime.capi._pybind_state:SessionOptions.add_free_dimension_override_by_denotation",
+        "1.19+",
+        records.recording_dimension("denotation"),
     ),
 )
 
@@ -49,7 +43,6 @@ def _others() -> tuple[PatchPoint, ...]:
     return tuple(
         replace(
             _RECORDED[0],
-            name=f"onnxruntime.SessionOptions.{name}",
             target=f"onnxruntime.capi._pybind_state:SessionOptions.{name}",
             wrap=records.recording_other,
         )

@@ -369,20 +369,16 @@ def _wrap_set_seed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
-        name="onnxruntime.set_seed",
-        target="onnxruntime.capi.onnxruntime_pybind11_state:set_seed",
-        supported="1.19 and newer",
-        wrap=_wrap_set_seed,
+        "onnxruntime.capi.onnxruntime_pybind11_state:set_seed",
+        "1.19+",
+        _wrap_set_seed,
         has_holders=True,
     ),
     PatchPoint(
-        name="onnxruntime.InferenceSession",
-        target=(
-            "onnxruntime.capi.onnxruntime_inference_collection:"
-            "InferenceSession._create_inference_session"
-        ),
-        supported="1.19 and newer",
+        "onnxruntime.capi.onnxruntime_inference_collection:"
+        "InferenceSession._create_inference_session",
+        "1.19+",
+        _wrap,
         probe=_probe,
-        wrap=_wrap,
     ),
 )

@@ -40,10 +40,6 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 
 POINTS: tuple[PatchPoint, ...] = (
     DevicePoint(
-        name="peft: hotswap",
-        target="peft.utils.hotswap:hotswap_adapter_from_state_dict",
-        supported="0.21",
-        wrap=_wrap,
-        has_holders=True,
+        "peft.utils.hotswap:hotswap_adapter_from_state_dict", "0.21", _wrap, has_holders=True
     ),
 )

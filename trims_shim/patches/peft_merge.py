@@ -34,35 +34,13 @@ def _wrap_unload(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 POINTS: tuple[PatchPoint, ...] = (
+    DevicePoint("peft.tuners.tuners_utils:BaseTuner.merge_adapter", "0.21", _wrap),
+    DevicePoint("peft.tuners.tuners_utils:BaseTuner.unmerge_adapter", "0.21", _wrap),
     DevicePoint(
-        name="peft: merge_adapter",
-        target="peft.tuners.tuners_utils:BaseTuner.merge_adapter",
-        supported="0.21",
-        wrap=_wrap,
+        "peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge", "0.21", _wrap_unload
     ),
     DevicePoint(
-        name="peft: unmerge_adapter",
-        target="peft.tuners.tuners_utils:BaseTuner.unmerge_adapter",
-        supported="0.21",
-        wrap=_wrap,
+        "peft.tuners.tuners_utils:check_adapters_to_merge", "0.21", _wrap, has_holders=True
     ),
-    DevicePoint(
-        name="peft: merge_and_unload",
-        target="peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge",
-        supported="0.21",
-        wrap=_wrap_unload,
-    ),
-    DevicePoint(
-        name="peft: merge of a layer",
-        target="peft.tuners.tuners_utils:check_adapters_to_merge",
-        supported="0.21",
-        wrap=_wrap,
-        has_holders=True,
-    ),
-    DevicePoint(
-        name="peft: OLoRA",
-        target="peft.tuners.lora.layer:LoraLayer.olora_init",
-        supported="0.21",
-        wrap=_wrap,
-    ),
+    DevicePoint("peft.tuners.lora.layer:LoraLayer.olora_init", "0.21", _wrap),
 )

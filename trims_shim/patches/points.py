@@ -44,15 +44,16 @@ class PatchState(enum.Enum):
 class PatchPoint:
     """One place in one library.
 
-    ``target`` is ``"package.module:Class.attribute"``. ``supported`` is the version range it was
-    tested with, for people only. ``probe`` decides: it returns None where the library can do what
-    the replacement needs, else the reason; the default accepts any library that has the target.
-    ``wrap`` makes the replacement from the original attribute (a function, a class, or the raw
-    ``__dict__`` entry such as a ``staticmethod``). ``has_holders``: callers import the name itself,
-    so modules that imported it before are rebound.
+    ``target`` is ``"package.module:Class.attribute"``. ``supported``: versions of the library it
+    was tested with, for people only. ``wrap`` makes the replacement from the original attribute (a
+    function, a class, or the raw ``__dict__`` entry such as a ``staticmethod``). ``probe`` decides:
+    it returns None where the library can do what the replacement needs, else the reason; the
+    default accepts any library that has the target. ``has_holders``: callers import the name
+    itself, so modules that imported it before are rebound.
+
+    ``trims info`` reads the target and ``supported`` from the source: both are written as strings.
     """
 
-    name: str
     target: str
     supported: str
     wrap: Callable[[Any], Any]

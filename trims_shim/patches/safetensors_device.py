@@ -287,11 +287,5 @@ def _own_storage(part: torch.Tensor) -> torch.Tensor:
 
 
 POINTS: tuple[PatchPoint, ...] = (
-    DevicePoint(
-        name="safetensors.safe_open onto a device",
-        target="safetensors:safe_open",
-        supported="0.4 and newer",
-        wrap=_wrap,
-        has_holders=True,
-    ),
+    DevicePoint("safetensors:safe_open", "0.4+", _wrap, has_holders=True),
 )

@@ -31,11 +31,5 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 POINTS: tuple[PatchPoint, ...] = (
-    PatchPoint(
-        name="safetensors.torch.load_model",
-        target="safetensors.torch:load_model",
-        supported="0.4 and newer",
-        wrap=_wrap,
-        has_holders=True,
-    ),
+    PatchPoint("safetensors.torch:load_model", "0.4+", _wrap, has_holders=True),
 )

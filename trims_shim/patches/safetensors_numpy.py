@@ -116,11 +116,5 @@ def _in_order(records: tuple[Record, ...], library: Any) -> Sequence[Record]:
 
 
 POINTS: tuple[PatchPoint, ...] = (
-    PatchPoint(
-        name="safetensors.numpy.load_file",
-        target="safetensors.numpy:load_file",
-        supported="0.4 and newer",
-        wrap=_wrap,
-        has_holders=True,
-    ),
+    PatchPoint("safetensors.numpy:load_file", "0.4+", _wrap, has_holders=True),
 )

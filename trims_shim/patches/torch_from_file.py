@@ -124,11 +124,5 @@ def _arguments(
 
 
 POINTS: tuple[PatchPoint, ...] = (
-    PatchPoint(
-        name="torch.UntypedStorage.from_file",
-        target="torch.storage:UntypedStorage.from_file",
-        supported="2.4 and newer",
-        probe=_probe,
-        wrap=_wrap,
-    ),
+    PatchPoint("torch.storage:UntypedStorage.from_file", "2.4+", _wrap, probe=_probe),
 )

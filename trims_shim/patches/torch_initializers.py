@@ -16,65 +16,15 @@ __all__ = ["POINTS"]
 _wrap = writing_tensor("tensor", "init")
 
 POINTS: tuple[PatchPoint, ...] = (
-    DevicePoint(
-        name="torch.nn.init._no_grad_fill_",
-        target="torch.nn.init:_no_grad_fill_",
-        supported="2.4 and newer",
-        wrap=_wrap,
-    ),
-    DevicePoint(
-        name="torch.nn.init._no_grad_zero_",
-        target="torch.nn.init:_no_grad_zero_",
-        supported="2.4 and newer",
-        wrap=_wrap,
-    ),
-    DevicePoint(
-        name="torch.nn.init._no_grad_uniform_",
-        target="torch.nn.init:_no_grad_uniform_",
-        supported="2.4 and newer",
-        wrap=_wrap,
-    ),
-    DevicePoint(
-        name="torch.nn.init._no_grad_normal_",
-        target="torch.nn.init:_no_grad_normal_",
-        supported="2.4 and newer",
-        wrap=_wrap,
-    ),
-    DevicePoint(
-        name="torch.nn.init._no_grad_trunc_normal_",
-        target="torch.nn.init:_no_grad_trunc_normal_",
-        supported="2.4 and newer",
-        wrap=_wrap,
-    ),
-    DevicePoint(
-        # Of kaiming_uniform_ and kaiming_normal_, whose own warning names their caller.
-        name="torch.nn.init._calculate_correct_fan",
-        target="torch.nn.init:_calculate_correct_fan",
-        supported="2.4 and newer",
-        wrap=_wrap,
-    ),
-    DevicePoint(
-        name="torch.nn.init.orthogonal_",
-        target="torch.nn.init:orthogonal_",
-        supported="2.4 and newer",
-        wrap=_wrap,
-    ),
-    DevicePoint(
-        name="torch.nn.init.sparse_",
-        target="torch.nn.init:sparse_",
-        supported="2.4 and newer",
-        wrap=_wrap,
-    ),
-    DevicePoint(
-        name="torch.nn.init.eye_",
-        target="torch.nn.init:eye_",
-        supported="2.4 and newer",
-        wrap=_wrap,
-    ),
-    DevicePoint(
-        name="torch.nn.init.dirac_",
-        target="torch.nn.init:dirac_",
-        supported="2.4 and newer",
-        wrap=_wrap,
-    ),
+    DevicePoint("torch.nn.init:_no_grad_fill_", "2.4+", _wrap),
+    DevicePoint("torch.nn.init:_no_grad_zero_", "2.4+", _wrap),
+    DevicePoint("torch.nn.init:_no_grad_uniform_", "2.4+", _wrap),
+    DevicePoint("torch.nn.init:_no_grad_normal_", "2.4+", _wrap),
+    DevicePoint("torch.nn.init:_no_grad_trunc_normal_", "2.4+", _wrap),
+    # Of kaiming_uniform_ and kaiming_normal_, whose own warning names their caller.
+    DevicePoint("torch.nn.init:_calculate_correct_fan", "2.4+", _wrap),
+    DevicePoint("torch.nn.init:orthogonal_", "2.4+", _wrap),
+    DevicePoint("torch.nn.init:sparse_", "2.4+", _wrap),
+    DevicePoint("torch.nn.init:eye_", "2.4+", _wrap),
+    DevicePoint("torch.nn.init:dirac_", "2.4+", _wrap),
 )

@@ -497,23 +497,8 @@ def _wrap_legacy(original: Callable[..., Any]) -> Callable[..., Any]:
 
 POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
-        name="torch.load: reader",
-        target="torch.serialization:_open_zipfile_reader",
-        supported="2.4 and newer",
-        probe=_probe_reader,
-        wrap=_wrap_reader,
+        "torch.serialization:_open_zipfile_reader", "2.4+", _wrap_reader, probe=_probe_reader
     ),
-    PatchPoint(
-        name="torch.load: unpickling",
-        target="torch.serialization:_load",
-        supported="2.5 and newer",
-        probe=_probe_load,
-        wrap=_wrap_load,
-    ),
-    PatchPoint(
-        name="torch.load: legacy format (counted only)",
-        target="torch.serialization:_legacy_load",
-        supported="2.4 and newer",
-        wrap=_wrap_legacy,
-    ),
+    PatchPoint("torch.serialization:_load", "2.5+", _wrap_load, probe=_probe_load),
+    PatchPoint("torch.serialization:_legacy_load", "2.4+", _wrap_legacy),
 )

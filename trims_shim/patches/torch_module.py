@@ -78,17 +78,9 @@ def _wrap_resize(original: Callable[..., Any]) -> Callable[..., Any]:
 
 POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
-        name="torch.nn.Module.load_state_dict",
-        target="torch.nn.modules.module:Module.load_state_dict",
-        supported="2.4 and newer",
-        probe=_probe_load,
-        wrap=_wrap_load,
+        "torch.nn.modules.module:Module.load_state_dict", "2.4+", _wrap_load, probe=_probe_load
     ),
     PatchPoint(
-        name="torch.UntypedStorage.resize_",
-        target="torch.storage:UntypedStorage.resize_",
-        supported="about 2.12 and newer",
-        probe=_probe_resize,
-        wrap=_wrap_resize,
+        "torch.storage:UntypedStorage.resize_", "about 2.12+", _wrap_resize, probe=_probe_resize
     ),
 )

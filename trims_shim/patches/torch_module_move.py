@@ -244,10 +244,5 @@ def _may_apply(module: torch.nn.Module) -> bool:
 
 
 POINTS: tuple[PatchPoint, ...] = (
-    DevicePoint(
-        name="torch.nn.Module._apply",
-        target="torch.nn.modules.module:Module._apply",
-        supported="2.4 and newer",
-        wrap=_wrap,
-    ),
+    DevicePoint("torch.nn.modules.module:Module._apply", "2.4+", _wrap),
 )

@@ -312,90 +312,26 @@ def _probe_load_state_dict() -> str | None:
 
 
 POINTS: tuple[PatchPoint, ...] = (
+    DevicePoint("torch.optim.optimizer:Optimizer.add_param_group", "2.4+", _wrap_add_param_group),
+    DevicePoint("torch.storage:UntypedStorage._share_cuda_", "2.4+", _wrap_share),
+    DevicePoint("torch.cuda.graphs:CUDAGraph.capture_begin", "2.4+", _wrap_capture),
+    DevicePoint("torch.cuda.graphs:CUDAGraph.capture_end", "2.4+", _wrap_capture_end),
+    DevicePoint("torch.accelerator.graphs:Graph.capture_begin", "about 2.12+", _wrap_capture),
+    DevicePoint("torch.accelerator.graphs:Graph.capture_end", "about 2.12+", _wrap_capture_end),
+    DevicePoint("torch.optim.optimizer:Optimizer.load_state_dict", "2.4+", _wrap_optimizer_load),
     DevicePoint(
-        name="torch.optim.Optimizer.add_param_group",
-        target="torch.optim.optimizer:Optimizer.add_param_group",
-        supported="2.4 and newer",
-        wrap=_wrap_add_param_group,
+        "torch.optim.swa_utils:AveragedModel.update_parameters", "2.4+", writing_module("average")
     ),
-    DevicePoint(
-        name="torch.UntypedStorage._share_cuda_",
-        target="torch.storage:UntypedStorage._share_cuda_",
-        supported="2.4 and newer",
-        wrap=_wrap_share,
-    ),
-    DevicePoint(
-        name="torch.cuda.CUDAGraph.capture_begin",
-        target="torch.cuda.graphs:CUDAGraph.capture_begin",
-        supported="2.4 and newer",
-        wrap=_wrap_capture,
-    ),
-    DevicePoint(
-        name="torch.cuda.CUDAGraph.capture_end",
-        target="torch.cuda.graphs:CUDAGraph.capture_end",
-        supported="2.4 and newer",
-        wrap=_wrap_capture_end,
-    ),
-    DevicePoint(
-        name="torch.accelerator.Graph.capture_begin",
-        target="torch.accelerator.graphs:Graph.capture_begin",
-        supported="about 2.12 and newer",
-        wrap=_wrap_capture,
-    ),
-    DevicePoint(
-        name="torch.accelerator.Graph.capture_end",
-        target="torch.accelerator.graphs:Graph.capture_end",
-        supported="about 2.12 and newer",
-        wrap=_wrap_capture_end,
-    ),
-    DevicePoint(
-        name="torch.optim.Optimizer.load_state_dict",
-        target="torch.optim.optimizer:Optimizer.load_state_dict",
-        supported="2.4 and newer",
-        wrap=_wrap_optimizer_load,
-    ),
-    DevicePoint(
-        name="torch.optim.swa_utils.AveragedModel.update_parameters",
-        target="torch.optim.swa_utils:AveragedModel.update_parameters",
-        supported="2.4 and newer",
-        wrap=writing_module("average"),
-    ),
-    DevicePoint(
-        name="torch.nn.Module.register_buffer",
-        target="torch.nn.modules.module:Module.register_buffer",
-        supported="2.4 and newer",
-        wrap=_wrap_register,
-    ),
-    DevicePoint(
-        # torch.nn.functional calls this one from a function that TorchScript knows.
-        name="torch.embedding_renorm_",
-        target="torch:embedding_renorm_",
-        supported="2.4 and newer",
-        wrap=writing_tensor("input", "renorm"),
-    ),
-    DevicePoint(
-        name="torch.distributed.broadcast",
-        target="torch.distributed:broadcast",
-        supported="2.4 and newer",
-        wrap=_writing_to_all,
-    ),
-    DevicePoint(
-        name="torch.distributed.distributed_c10d.broadcast",
-        target="torch.distributed.distributed_c10d:broadcast",
-        supported="2.4 and newer",
-        wrap=_writing_to_all,
-    ),
-    DevicePoint(
-        name="torch.distributed._broadcast_coalesced",
-        target="torch.distributed:_broadcast_coalesced",
-        supported="2.4 and newer",
-        wrap=_wrap_broadcasts,
-    ),
+    DevicePoint("torch.nn.modules.module:Module.register_buffer", "2.4+", _wrap_register),
+    # torch.nn.functional calls this one from a function that TorchScript knows.
+    DevicePoint("torch:embedding_renorm_", "2.4+", writing_tensor("input", "renorm")),
+    DevicePoint("torch.distributed:broadcast", "2.4+", _writing_to_all),
+    DevicePoint("torch.distributed.distributed_c10d:broadcast", "2.4+", _writing_to_all),
+    DevicePoint("torch.distributed:_broadcast_coalesced", "2.4+", _wrap_broadcasts),
     PatchPoint(
-        name="torch.nn.Module.load_state_dict (guard)",
-        target="torch.nn.modules.module:Module.load_state_dict",
-        supported="2.4 and newer",
+        "torch.nn.modules.module:Module.load_state_dict",
+        "2.4+",
+        _wrap_load_state_dict,
         probe=_probe_load_state_dict,
-        wrap=_wrap_load_state_dict,
     ),
 )

@@ -120,28 +120,10 @@ def _wrap_set_param(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 POINTS: tuple[PatchPoint, ...] = (
+    DevicePoint("transformers.core_model_loading:_materialize_copy", "5.0+", _wrap_materialize),
     DevicePoint(
-        name="transformers: tensors to a device",
-        target="transformers.core_model_loading:_materialize_copy",
-        supported="5.0 and newer",
-        wrap=_wrap_materialize,
+        "transformers.modeling_utils:PreTrainedModel._load_pretrained_model", "5.0+", _wrap_load
     ),
-    DevicePoint(
-        name="transformers: files for a device",
-        target="transformers.modeling_utils:PreTrainedModel._load_pretrained_model",
-        supported="5.0 and newer",
-        wrap=_wrap_load,
-    ),
-    DevicePoint(
-        name="transformers: reserving device memory",
-        target="transformers.modeling_utils:caching_allocator_warmup",
-        supported="5.0 and newer",
-        wrap=_wrap_warmup,
-    ),
-    DevicePoint(
-        name="transformers: buffers",
-        target="transformers.core_model_loading:set_param_for_module",
-        supported="5.0 and newer",
-        wrap=_wrap_set_param,
-    ),
+    DevicePoint("transformers.modeling_utils:caching_allocator_warmup", "5.0+", _wrap_warmup),
+    DevicePoint("transformers.core_model_loading:set_param_for_module", "5.0+", _wrap_set_param),
 )

@@ -28,10 +28,5 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 POINTS: tuple[PatchPoint, ...] = (
-    DevicePoint(
-        name="transformers: RWKV",
-        target="transformers.models.rwkv.modeling_rwkv:RwkvModel._rescale_layers",
-        supported="5.24",
-        wrap=_wrap,
-    ),
+    DevicePoint("transformers.models.rwkv.modeling_rwkv:RwkvModel._rescale_layers", "5.24", _wrap),
 )
