@@ -145,6 +145,26 @@ def test_looking_without_importing(module: MakeModule) -> None:
     assert seen == [1]
 
 
+def test_looking_elsewhere(module: MakeModule, tmp_path: Path) -> None:
+    """A program that asks the finders itself names the folders."""
+    name = module("waited_o.inner", "")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "inner.py").touch()
+    call_when_imported(name, lambda: None)
+    found = sys.meta_path[0].find_spec(name, [str(tmp_path / "elsewhere")])
+    assert found is not None
+    assert found.origin == str(tmp_path / "elsewhere" / "inner.py")
+
+
+def test_reloading_what_a_program_put_in_a_modules_place(module: MakeModule) -> None:
+    name = module("waited_p", "value = 7")
+    seen: list[Any] = []
+    call_when_imported(name, lambda: seen.append(sys.modules[name].value))
+    sys.modules[name] = ModuleType(name)
+    importlib.reload(sys.modules[name])
+    assert seen == [7]
+
+
 def test_a_lazy_loader(module: MakeModule) -> None:
     name = module("waited_i", "value = 3")
     seen: list[int] = []

@@ -1,8 +1,8 @@
 """Call back when a module has been imported.
 
-A finder at the head of ``sys.meta_path`` that never finds anything itself: it asks the others and
-wraps the loader of the few modules it waits for. Hooks run after the module's own code, outside any
-lock of ours. An exception of a hook must not break the user's import: it is counted and dropped.
+A finder at the head of ``sys.meta_path`` that never finds anything itself: it asks those behind it
+and wraps the loader of the few modules it waits for. Hooks run after the module's own code, outside
+any lock of ours. An exception of a hook is counted and dropped, and does not break the import.
 
 Own code instead of ``wrapt.importer``: importing wrapt takes longer than ``import trims_shim`` may
 take in all (docs/decisions/0003-no-wrapt.md).
@@ -97,14 +97,23 @@ class _Finder:
             return None
         self._searching.add(name)
         try:
-            from importlib.util import find_spec
-
-            spec = find_spec(name)
+            spec = self._ask_others(name, path, target)
         finally:
             self._searching.discard(name)
         if spec is not None and spec.loader is not None and hasattr(spec.loader, "exec_module"):
             spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
         return spec
+
+    def _ask_others(self, name: str, *where: Any) -> ModuleSpec | None:
+        """Return what the finders behind this one find: those before it have found nothing."""
+        finders = iter(list(sys.meta_path))
+        if self in finders:  # which leaves those behind it
+            for finder in finders:
+                find = getattr(finder, "find_spec", None)
+                spec: ModuleSpec | None = None if find is None else find(name, *where)
+                if spec is not None:
+                    return spec
+        return None
 
 
 class _Loader:
