@@ -111,7 +111,7 @@ def _switch_on(config: pytest.Config, wanted: bool | None) -> None:
     run.environment.update({name: os.environ.get(name) for name in changes})
     os.environ.update(changes)
     config.stash[_run_key] = run
-    _activate(run)
+    _activate(config, run)
 
 
 def _source(config: pytest.Config, wanted: bool | None) -> str:
@@ -162,7 +162,7 @@ def _environment(config: pytest.Config, run: _Run) -> dict[str, str]:
     return changes
 
 
-def _activate(run: _Run) -> None:
+def _activate(config: pytest.Config, run: _Run) -> None:
     """Import and patch. If that happened before, apply the settings of this run."""
     is_imported = "trims_shim" in sys.modules
     import trims_shim
@@ -172,7 +172,10 @@ def _activate(run: _Run) -> None:
         settings = configuration.load()
     except trims_shim.ConfigError as error:
         _restore(run)
-        raise pytest.UsageError(f"trims ({run.source}): {error}") from error
+        text = str(error)
+        if config.getini("trims_host_bytes"):
+            text = text.replace("environment TRIMS_HOST_BYTES", "ini option trims_host_bytes")
+        raise pytest.UsageError(f"trims ({run.source}): {text}") from error
     if is_imported:
         from trims_shim.client.cache import configure
 

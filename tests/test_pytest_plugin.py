@@ -294,7 +294,8 @@ def test_unusable_setting_is_a_usage_error(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\ntrims_host_bytes = plenty\n")
     result = run(pytester, "--trims")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*trims (--trims): TRIMS_HOST_BYTES*'plenty' is not a size*"])
+    source = "TRIMS_HOST_BYTES (ini option trims_host_bytes)"
+    result.stderr.fnmatch_lines([f"*trims (--trims): {source}: 'plenty' is not a size*"])
 
 
 def test_elsewhere_than_on_linux_it_is_off_and_says_so(pytester: pytest.Pytester) -> None:
