@@ -42,7 +42,7 @@ class OnnxGraph:
         self.nodes = _sorted(graph.node)
         self._initializers = {each.name: each for each in graph.initializer}
         if graph.sparse_initializer:
-            raise StagingError(f"{path} has sparse initializers, which cannot be cut")
+            raise StagingError("the model has sparse initializers, which cannot be cut")
         self.inputs = [each.name for each in graph.input if each.name not in self._initializers]
         self.outputs = [each.name for each in graph.output]
         for number, node in enumerate(self.nodes):

@@ -11,13 +11,14 @@ Only the CPU's provider, and the options that sessions have by default.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,10 +93,10 @@ class TracedOnnx:
         is_shared: bool = True,
     ) -> None:
         os.stat(path)
-        self._name = Path(path).stem
+        self._path = os.fspath(path)
         onnx_package()  # before the model is prepared, which may take a minute
-        with heap.given_back():
-            self._source = _source(os.fspath(path), is_shared=is_shared)
+        with heap.given_back(), _naming(self._path):
+            self._source = _source(self._path, is_shared=is_shared)
             self._make_session = functools.partial(
                 _session, folder=self._source.folder, threads=intra_op_num_threads
             )
@@ -114,12 +115,21 @@ class TracedOnnx:
 
         Raises StagingError if the results of the stages are not those of the whole model.
         """
-        with heap.given_back():
+        with heap.given_back(), _naming(self._path):
             stages = _stages(
                 self._graph, self._make_session, self._observed, positions, self._source
             )
             _check(stages, self._graph, self._observed)
-        return StagedModel(stages, name=self._name)
+        return StagedModel(stages, name=Path(self._path).stem)
+
+
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Let what is wrong with a model say which model it is."""
+    try:
+        yield
+    except StagingError as error:
+        raise StagingError(f"{path}: {error}") from error
 
 
 # --- the optimised model --------------------------------------------------------------------------
@@ -162,7 +172,7 @@ def _own_source(path: str) -> _Source:
         sessions.save(path, directory, is_packed=True)
         optimising.place(directory, source=path)
     except NotServed as error:
-        raise StagingError(f"{path} cannot be optimised: {error}") from error
+        raise StagingError(f"the model cannot be optimised: {error}") from error
     return source
 
 
