@@ -438,6 +438,15 @@ def test_registered_buffers(sharing: Net, path: str) -> None:
     assert shared(state["second.weight"])
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_buffer_of_a_script_becomes_private(sharing: Net, path: str) -> None:
+    script = torch.jit.script(nn.BatchNorm1d(SIDE * SIDE))
+    state = torch.load(path, map_location="cuda")
+    script.register_buffer("running_mean", state["first.weight"].flatten())
+    assert not shared(script.running_mean)
+    assert torch.equal(script.running_mean, state["first.weight"].flatten())
+
+
 def test_a_norm_that_is_limited_after_the_load(sharing: Net) -> None:
     embedding = nn.Embedding(SIDE, SIDE)
     embedding.weight = sharing.first.weight

@@ -12,7 +12,7 @@ from typing import Any
 
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_device import DevicePoint, is_any_shared
-from trims_shim.patches.torch_unshare import unshare
+from trims_shim.patches.torch_unshare import unshare_buffer
 
 __all__ = ["POINTS"]
 
@@ -26,7 +26,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         if is_any_shared():
             *path, name = tensor_name.split(".")
             owner = functools.reduce(getattr, path, module)
-            unshare((owner._buffers.get(name),), "buffer")
+            unshare_buffer(owner, name)
         return result
 
     return set_module_tensor_to_device

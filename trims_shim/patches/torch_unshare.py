@@ -53,6 +53,7 @@ __all__ = [
     "is_shared",
     "trained",
     "unshare",
+    "unshare_buffer",
     "unshare_module",
     "writes_own_parameters",
     "writing_module",
@@ -115,6 +116,13 @@ def unshare_module(module: torch.nn.Module, why: str) -> None:
     """Make every parameter and buffer of a module tree private."""
     if torch_device.is_any_shared():
         unshare(_tensors(module), why)
+
+
+def unshare_buffer(module: torch.nn.Module, name: str) -> None:
+    """Make a tensor that was put into a module private, if it is a buffer."""
+    buffers = module._buffers  # of a ScriptModule no dict, but a wrapper without get
+    if torch_device.is_any_shared() and name in buffers:
+        unshare((buffers[name],), "buffer")
 
 
 def _own_writes(module: torch.nn.Module) -> Iterator[Any]:
@@ -214,8 +222,7 @@ def _wrap_register(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def register_buffer(self: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, name, *args, **kwargs)
-        if torch_device.is_any_shared():
-            unshare((self._buffers.get(name),), "buffer")
+        unshare_buffer(self, name)
         return result
 
     return register_buffer

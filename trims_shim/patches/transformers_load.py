@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from trims_shim import diagnostics, patches
-from trims_shim.patches import torch_device, torch_unshare
+from trims_shim.patches import torch_device
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.safetensors_device import DeferredSlice, destination
 from trims_shim.patches.torch_device import DevicePoint, Place
 from trims_shim.patches.torch_module_move import Sources, cuda_device, device_tensor, is_movable
+from trims_shim.patches.torch_unshare import unshare_buffer
 
 __all__ = ["POINTS"]
 
@@ -112,8 +113,7 @@ def _wrap_set_param(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(model, target_name, *args, **kwargs)
         if torch_device.is_any_shared():
             path, _, name = target_name.rpartition(".")
-            buffer = model.get_submodule(path)._buffers.get(name)
-            torch_unshare.unshare((buffer,), "buffer")
+            unshare_buffer(model.get_submodule(path), name)
         return result
 
     return set_param_for_module
