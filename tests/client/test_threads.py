@@ -34,9 +34,11 @@ def test_as_many_as_are_asked_for(
 ) -> None:
     """All that have started are gone afterwards."""
     before = len(os.listdir("/proc/self/task"))
+    monkeypatch.setattr(threads, "_locks", [])
     monkeypatch.setattr(threads, "_libc", Limited(threads._libc, limit))
     assert can_start(3) == is_enough
     wait_until(lambda: len(os.listdir("/proc/self/task")) <= before, "they are gone")
+    assert threads._locks == []
 
 
 class Interrupted(Limited):
@@ -56,4 +58,25 @@ def test_an_interrupt_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         can_start(3)
     wait_until(lambda: len(os.listdir("/proc/self/task")) <= before, "they are gone")
-    assert threads._locks == []
+
+
+def test_an_interrupt_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """glibc leaves the number of a thread that it could not start: nobody may wait for that."""
+    joined = []
+
+    class Refusing:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(libc, name)
+
+        def pthread_create(self, thread: Any, *arguments: Any) -> int:
+            thread._obj.value = 1
+            raise KeyboardInterrupt
+
+        def pthread_join(self, thread: Any, result: None) -> None:
+            joined.append(thread)
+
+    libc = threads._libc
+    monkeypatch.setattr(threads, "_libc", Refusing())
+    with pytest.raises(KeyboardInterrupt):
+        can_start(3)
+    assert joined == []

@@ -15,8 +15,8 @@ _LOCK_BYTES = 256
 
 _libc = ctypes.CDLL(None)
 _locks: list[ctypes.Array[ctypes.c_char]] = []
-"""Locks at which threads may wait. One stays if an interrupt comes before they have ended:
-they would write to whatever is at its address next."""
+"""Locks at which threads may wait. One stays if an interrupt comes before they are known to have
+ended: they would write to whatever is at its address next."""
 
 
 def can_start(count: int) -> bool:
@@ -29,20 +29,21 @@ def can_start(count: int) -> bool:
     _libc.pthread_rwlock_init(lock, None)
     _libc.pthread_rwlock_wrlock(lock)
     wait = ctypes.cast(_libc.pthread_rwlock_rdlock, ctypes.c_void_p)
-    threads = [ctypes.c_ulong() for _ in range(count)]
+    threads: list[ctypes.c_ulong] = []
     try:
-        return all(_start(thread, wait, lock) for thread in threads)
+        is_possible = all(_start(threads, wait, lock) for _ in range(count))
     finally:
         _libc.pthread_rwlock_unlock(lock)  # One call, so that no interrupt lets some of them wait.
-        for thread in threads:
-            if thread.value:
-                _libc.pthread_join(thread, None)
-        _locks.remove(lock)
+    for thread in threads:
+        _libc.pthread_join(thread, None)
+    _locks.remove(lock)
+    return is_possible
 
 
-def _start(thread: ctypes.c_ulong, work: ctypes.c_void_p, argument: object) -> bool:
-    """Start a thread; ``thread`` stays 0 if that is not possible."""
-    if _libc.pthread_create(ctypes.byref(thread), None, work, argument) == 0:
-        return True
-    thread.value = 0
-    return False
+def _start(threads: list[ctypes.c_ulong], work: ctypes.c_void_p, argument: object) -> bool:
+    """Start a thread and add it to ``threads``, if that is possible."""
+    thread = ctypes.c_ulong()
+    is_started: bool = _libc.pthread_create(ctypes.byref(thread), None, work, argument) == 0
+    if is_started:  # else the number may be there, and mean nothing
+        threads.append(thread)
+    return is_started
