@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trims_shim import diagnostics, errors
+from trims_shim import diagnostics, errors, inspection, patches
 from trims_shim.cli.main import make_parser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,17 +27,17 @@ def test_links_resolve_and_the_configuration_table_is_current() -> None:
 
 def test_every_patch_point_is_named() -> None:
     page = (ROOT / "docs" / "transparency.md").read_text()
-    target = re.compile(r'target=\(?\s*"([\w.]+):([\w.]+)"')
-    sources = [path.read_text() for path in (ROOT / "trims_shim" / "patches").glob("*_*.py")]
-    found = {match for source in sources for match in target.findall(source)}
-    assert ("peft.tuners.tuners_utils", "BaseTuner.merge_adapter") in found
-    missing = [each for each in found if not any(f"{name}`" in page for name in _names(*each))]
+    files = [patch_file for patch_file, *_ in patches.PATCH_FILES]
+    found = {target for each in files for target, _ in inspection._declared(each)}
+    assert "peft.tuners.tuners_utils:BaseTuner.merge_adapter" in found
+    missing = [each for each in found if not any(f"{name}`" in page for name in _names(each))]
     assert sorted(missing) == []
 
 
-def _names(module: str, target: str) -> list[str]:
+def _names(target: str) -> list[str]:
     """By which a page may tell of a function: its own, that of its class or of its module."""
-    return [module, *target.split(".")]
+    module, _, path = target.partition(":")
+    return [module, *path.split(".")]
 
 
 def test_every_reason_for_a_fallback_is_explained() -> None:
