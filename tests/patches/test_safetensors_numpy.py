@@ -116,3 +116,18 @@ def test_what_a_program_put_in_its_place_before_is_called(
     applied = points.apply(safetensors_numpy.POINTS[0])
     assert library.load_file(path) == [path]
     points.undo(applied)
+
+
+def test_where_the_program_forbids_our_look_at_the_file(
+    daemon: FakeDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An audit hook may raise anything; safetensors opens files where no hook sees it."""
+    path = saved(tmp_path, w=numpy.arange(9))
+
+    def forbid(*_: object) -> int:
+        raise RuntimeError("open")
+
+    with monkeypatch.context() as forbidding:
+        forbidding.setattr("trims_shim.patches.asking.os.open", forbid)
+        assert list(library.load_file(path)["w"]) == list(range(9))
+    assert daemon.reads(path) == 0

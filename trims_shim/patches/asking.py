@@ -29,7 +29,9 @@ def opened(filename: str | os.PathLike[str]) -> Iterator[int | None]:
     """
     try:
         descriptor = os.open(filename, os.O_RDONLY | os.O_CLOEXEC)
-    except (OSError, ValueError):  # ValueError: a null byte, a character that no name can have
+    # Border: a null byte, a character that no name can have, an audit hook of the program.
+    except Exception as error:
+        diagnostics.pass_on(error)
         yield None
         return
     try:
