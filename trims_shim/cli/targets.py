@@ -66,7 +66,7 @@ def named(name: str) -> Any:
                 f"there is no module {module_name} in {os.getcwd()} or on the path of "
                 f"{sys.executable}"
             ) from None
-        raise fault(f"{module_name} cannot be imported", error) from error
+        raise _fault(f"{module_name} cannot be imported", error) from error
     for part in path.split("."):
         try:
             found = getattr(found, part)
@@ -91,10 +91,10 @@ def made(found: Any, name: str, *how: Any) -> Any:
     except TrimsError:
         raise
     except Exception as error:  # Whatever the user's function raises.
-        raise fault(f"{name} makes nothing", error) from error
+        raise _fault(f"{name} makes nothing", error) from error
 
 
-def fault(what: str, error: Exception) -> TrimsError:
+def _fault(what: str, error: Exception) -> TrimsError:
     """An error of the user's code, to be raised from that."""
     said = printable(f"{type(error).__name__}: {first_line(error)}")
     return TrimsError(f"{what}: {said}; TRIMS_LOG=debug shows where")
@@ -164,4 +164,4 @@ def running(name: str, arguments: argparse.Namespace, size: int) -> Iterator[Non
             given = [f"--shape {','.join(map(str, shape))}" for shape in shapes]
             given.append(f"--dtype {arguments.dtype}")
         what = f"{name} does not run with a batch of {size} of {' '.join(given)}"
-        raise fault(what, error) from error
+        raise _fault(what, error) from error
