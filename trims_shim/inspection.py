@@ -360,10 +360,8 @@ def _declared(patch_file: str) -> list[tuple[str, str]]:
 
     Reads its source, because importing it may import torch.
     """
-    try:
-        source = pkgutil.get_data(
-            "trims_shim.patches", f"{patch_file}.py"
-        )  # also from a zip archive
+    try:  # also from a zip archive
+        source = pkgutil.get_data("trims_shim.patches", f"{patch_file}.py")
     except OSError:  # a frozen program may be without
         return []
     points = []
