@@ -44,7 +44,7 @@ from trims_shim.daemon.prepared.manifest import (
     render,
     with_source,
 )
-from trims_shim.daemon.prepared.values import Entry, KeepRefusal, Known
+from trims_shim.daemon.prepared.values import RUNTIME_LIMIT, Entry, KeepRefusal, Known
 from trims_shim.errors import CorruptFile, NotServed, TrimsError
 from trims_shim.specs import PREPARED_MODEL, PREPARED_WEIGHTS, Identity
 
@@ -62,7 +62,6 @@ _JUDGE_DIGITS = 16
 _RECORD_LIMIT_BYTES = 8 << 20
 _REFUSALS_KEPT = 1000
 _ATTEMPTS = 3
-_RUNTIME_LIMIT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ class Published:
         return Entry(
             manifest.key,
             size_bytes,
-            manifest.recipe.runtime[:_RUNTIME_LIMIT],
+            manifest.recipe.runtime[:RUNTIME_LIMIT],
             manifest.prepare_ns,
             self.used_ns,
             manifest.names,

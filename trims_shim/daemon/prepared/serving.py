@@ -48,6 +48,7 @@ from trims_shim.daemon.prepared.jobs import (
 from trims_shim.daemon.prepared.key import entry_key
 from trims_shim.daemon.prepared.store import PreparedStore
 from trims_shim.daemon.prepared.values import (
+    RUNTIME_LIMIT,
     Action,
     Asking,
     Content,
@@ -77,7 +78,6 @@ __all__ = ["PreparedModels"]
 _logger = logging.getLogger("trims_shim.daemon")
 
 _PATH_LIMIT = 4096
-_RUNTIME_LIMIT = 64
 _TOUCH_INTERVAL_NS = 60 * 10**9
 _HELD_FRACTION = 4
 """Models that wait in memory may take one part in this many of the free memory."""
@@ -338,7 +338,7 @@ class PreparedModels:
             flight_of(message, identity),
             key,
             message.path,
-            message.recipe.runtime[:_RUNTIME_LIMIT],
+            message.recipe.runtime[:RUNTIME_LIMIT],
         )
         answer = self._store.open(asking, time.time_ns(), may_start=identity is not None)
         if isinstance(answer, Grant):

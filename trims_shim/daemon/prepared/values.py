@@ -13,6 +13,7 @@ from typing import TypeAlias
 from trims_shim.specs import Digest, Identity
 
 __all__ = [
+    "RUNTIME_LIMIT",
     "Action",
     "Answer",
     "Asking",
@@ -30,6 +31,9 @@ __all__ = [
     "Verdict",
     "Wait",
 ]
+
+RUNTIME_LIMIT = 64
+"""Characters of what a client or a file calls its runtime that are kept, to be shown."""
 
 Flight: TypeAlias = Hashable
 """What a client asked for, as far as it is known before the model is hashed."""
