@@ -138,6 +138,32 @@ def test_the_rest_of_safe_open(devices: Devices, path: str) -> None:
             assert ours.get_slice(key).get_dtype() == theirs.get_slice(key).get_dtype()
 
 
+class Newer:
+    """A compiled object with one more method, as each release has had."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def colour_of(self, name: str) -> str:
+        return "colour of " + name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_what_a_newer_safetensors_has_besides(devices: Devices, path: str) -> None:
+    file = safetensors.safe_open(path, "pt", device="cuda")
+    part = file.get_slice("a.weight")
+    assert outcome(lambda: file.colour_of)[0] == outcome(lambda: part.colour_of)[0]
+    assert outcome(lambda: file.colour_of)[0] == "AttributeError"
+    file._file = Newer(file._file)
+    part._inner = Newer(part._inner)
+    assert file.colour_of("x") == part.colour_of("x") == "colour of x"
+    assert shared(file.get_tensor("a.weight"))
+    assert shared(part[:])
+    assert outcome(lambda: copy.copy(file)._private)[0] == "AttributeError"
+
+
 SLICES: dict[str, tuple[Any, bool]] = {
     # index, whether it is a view of the shared image
     "all": (..., True),

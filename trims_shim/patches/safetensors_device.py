@@ -164,6 +164,12 @@ class _DeviceFile:
     def get_slice(self, name: Any) -> Any:
         return _DeviceSlice(self._file.get_slice(name), self._source(name))
 
+    def __getattr__(self, name: str) -> Any:
+        """Return what a newer safetensors has besides: the compiled one's. ``prefetch`` copies."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._file, name)
+
     def __enter__(self) -> _DeviceFile:
         return self
 
@@ -240,6 +246,11 @@ class _DeviceSlice:
 
     def get_dtype(self) -> Any:
         return self._inner.get_dtype()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
 
     def __getitem__(self, index: Any) -> Any:
         whole = None if self._source is None or not _is_basic(index) else self._source.tensor()
