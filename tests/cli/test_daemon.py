@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,38 @@ def test_daemon_serves_in_the_foreground(trims: Trims) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize("prefix", ["@", ""], ids=["abstract", "file"])
+def test_a_service_manager_is_told_that_it_serves(
+    trims: Trims, tmp_path: Path, prefix: str
+) -> None:
+    address = prefix + str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(address.replace("@", "\0"))
+        manager.settimeout(120)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trims_shim", "daemon"],
+            env=trims.environment | {"NOTIFY_SOCKET": address},
+        )
+        try:
+            assert manager.recv(100) == b"READY=1"
+            assert trims("status").returncode == Exit.OK
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def test_the_manager_of_a_program_is_told_nothing_of_the_daemon_it_starts(
+    trims: Trims, model: Path, tmp_path: Path
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.setblocking(False)
+        done = trims("warm", str(model), NOTIFY_SOCKET=str(tmp_path / "notify"))
+        assert done.returncode == Exit.OK
+        with pytest.raises(BlockingIOError):
+            manager.recv(100)
 
 
 def test_stop_of_a_daemon_that_hangs(trims: Trims, model: Path) -> None:

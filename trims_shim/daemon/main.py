@@ -91,12 +91,28 @@ class _Report:
         if outcome is Outcome.FAILED:
             _logger.error("%s", text)
         if self._descriptor is None:
+            if outcome is Outcome.READY:
+                _tell_service_manager("READY=1")
             return
         line = f"{outcome.value} {text}\n"
         with contextlib.suppress(OSError):
             os.write(self._descriptor, line.encode()[:4000])
         os.close(self._descriptor)
         self._descriptor = None
+
+
+def _tell_service_manager(state: str) -> None:
+    """Do as systemd's ``Type=notify`` services do (sd_notify(3)); elsewhere nobody listens.
+
+    Not for a daemon that a load has started: the variable is then the starting program's.
+    """
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address.startswith(("/", "@")):
+        return
+    kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as manager:
+        manager.settimeout(1.0)
+        manager.sendto(state.encode(), address.replace("@", "\0", 1))
 
 
 def _claim(endpoint: Endpoint) -> int | None:
