@@ -25,6 +25,8 @@ from random import Random
 from benchmarks.batching_learner import Learner, StagedLearner
 from benchmarks.batching_learning import TABLES
 from benchmarks.harness import ROOT, write_json
+from benchmarks.staged_device import StageDevice, full_demand
+from benchmarks.staged_simulation import simulate_staged
 from trims_shim.batching.policies.auto import Auto
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import Policy
@@ -33,8 +35,6 @@ from trims_shim.batching.single import Batching
 from trims_shim.batching.staged.policies import DVABatch
 from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.batching.staged.scheduler import StagedBatching
-from trims_shim.batching.staged.simulation import simulate_staged
-from trims_shim.batching.staged.stage_device import StageDevice, full_demand
 
 __all__ = ["LOADS", "Cell", "cell", "main"]
 

@@ -39,10 +39,10 @@ from benchmarks.staged_scenes import (
     measured_scene,
     run,
 )
+from benchmarks.staged_simulation import StagedOutcome
 from benchmarks.staged_systems import PEAK_SYSTEMS, SYSTEMS, is_of
 from trims_shim.batching.simulator import Report, percentile
 from trims_shim.batching.staged.policies import DVABatch
-from trims_shim.batching.staged.simulation import StagedOutcome
 
 __all__ = ["main"]
 

@@ -24,6 +24,13 @@ from itertools import chain
 from pathlib import Path
 from random import Random
 
+from benchmarks.staged_device import (
+    DeviceTime,
+    StageDevice,
+    demand_of_best_size,
+    full_demand,
+)
+from benchmarks.staged_simulation import StagedOutcome, simulate_staged
 from trims_shim.batching.buckets import OpenBucket
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, Policy, Request
@@ -34,13 +41,6 @@ from trims_shim.batching.staged.profiles.profile_files import load_saved_stages
 from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.batching.staged.profiles.width import width_of
 from trims_shim.batching.staged.scheduler import StagedBatching
-from trims_shim.batching.staged.simulation import StagedOutcome, simulate_staged
-from trims_shim.batching.staged.stage_device import (
-    DeviceTime,
-    StageDevice,
-    demand_of_best_size,
-    full_demand,
-)
 
 __all__ = ["DEVICES", "LOADS", "SCENES", "Scene", "Way", "line_stages", "measured_scene", "run"]
 

@@ -12,6 +12,8 @@ from random import Random
 import pytest
 
 from batching.staged.policies.boards import batch_at, queue_up
+from benchmarks.staged_device import StageDevice, demand_of_best_size, full_demand
+from benchmarks.staged_simulation import StagedOutcome, simulate_staged
 from trims_shim.batching.policies import Auto, Immediate
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, Request
@@ -20,8 +22,6 @@ from trims_shim.batching.simulator import Report, gamma, requests
 from trims_shim.batching.staged.policies import DVABatch
 from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.batching.staged.scheduler import StagedBatching
-from trims_shim.batching.staged.simulation import StagedOutcome, simulate_staged
-from trims_shim.batching.staged.stage_device import StageDevice, demand_of_best_size, full_demand
 
 SIZE = 32
 LINE = StagedProfile([LatencyProfile.linear(0.3, 4, max_batch_size=SIZE)] * 4)

@@ -7,14 +7,14 @@ from random import Random
 
 import pytest
 
+from benchmarks.staged_device import StageDevice, demand_of_best_size
+from benchmarks.staged_simulation import simulate_staged
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.simulator.arrivals import poisson
 from trims_shim.batching.staged.policies import DVABatch
 from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.batching.staged.scheduler import StagedBatching
-from trims_shim.batching.staged.simulation import simulate_staged
-from trims_shim.batching.staged.stage_device import StageDevice, demand_of_best_size
 
 STAGE = LatencyProfile.linear(0.3, 3.5, max_batch_size=32)
 PROFILE = StagedProfile([STAGE] * 4)

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from batching.checking import ms
 from batching.staged.policies.boards import Place, batch_at, queue_up
+from benchmarks.staged_device import StageDevice, full_demand
+from benchmarks.staged_simulation import simulate_staged
 from trims_shim.batching.policies import Immediate
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, DropReason, Request
@@ -23,8 +25,6 @@ from trims_shim.batching.staged.policies.load import LoadDiversity
 from trims_shim.batching.staged.policies.staged_auto import StagedAuto
 from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.batching.staged.scheduler import StagedBatching
-from trims_shim.batching.staged.simulation import simulate_staged
-from trims_shim.batching.staged.stage_device import StageDevice, full_demand
 
 STAGE = LatencyProfile.linear(1, 10, max_batch_size=16)
 PROFILE = StagedProfile([STAGE] * 4)

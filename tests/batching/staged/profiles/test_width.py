@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.staged_device import DeviceTime, StageDevice, demand_of_best_size
 from trims_shim.batching.drivers.lanes import CpuLane
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.batching.staged.profiles.width import measure_width, width_of
-from trims_shim.batching.staged.stage_device import DeviceTime, StageDevice, demand_of_best_size
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 LINE = LatencyProfile.linear(1.0, 20.0, max_batch_size=64)

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trims_shim.batching.profiles.profile import LatencyProfile
-from trims_shim.batching.protocol import NEVER_NS, Request
-from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
-from trims_shim.batching.staged.stage_device import (
+from benchmarks.staged_device import (
     DeviceTime,
     Phase,
     StageDevice,
     demand_of_best_size,
     full_demand,
 )
+from trims_shim.batching.profiles.profile import LatencyProfile
+from trims_shim.batching.protocol import NEVER_NS, Request
+from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 
 LINE = LatencyProfile.linear(1, 3, max_batch_size=8)
 FLAT = LatencyProfile([8_000] * 4 + [16_000] * 4)

@@ -2,8 +2,7 @@
 
 Like :mod:`trims_shim.batching.simulator.loop`: single-threaded, deterministic, and strict: a policy
 that loses, duplicates or reorders requests gets an error, not a good result.
-:mod:`trims_shim.batching.staged.stage_device` models how stages that run at once slow each other
-down.
+:mod:`benchmarks.staged_device` models how stages that run at once slow each other down.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.staged_device import DeviceTime, StageDevice
 from trims_shim.batching.buckets import may_share
 from trims_shim.batching.protocol import (
     FLUSH,
@@ -26,7 +26,6 @@ from trims_shim.batching.protocol import (
 from trims_shim.batching.simulator.loop import Execution, Outcome, check_progress, leave
 from trims_shim.batching.staged.mechanism.batches import Part, Piece
 from trims_shim.batching.staged.scheduler import RunStage, StageEnded
-from trims_shim.batching.staged.stage_device import DeviceTime, StageDevice
 
 __all__ = ["StageExecution", "StagedOutcome", "simulate_staged"]
 

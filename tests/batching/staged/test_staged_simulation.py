@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.staged_device import StageDevice, full_demand
+from benchmarks.staged_simulation import simulate_staged
 from trims_shim.batching.policies import Immediate, Window
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import (
@@ -26,8 +28,6 @@ from trims_shim.batching.single import Batching
 from trims_shim.batching.staged.mechanism.batches import Batch, Part
 from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.batching.staged.scheduler import RunStage, StagedBatching, StageEnded
-from trims_shim.batching.staged.simulation import simulate_staged
-from trims_shim.batching.staged.stage_device import StageDevice, full_demand
 from trims_shim.batching.staged.staged_rules import StagedRule
 
 MS = 1_000_000
