@@ -213,6 +213,19 @@ def test_stdout_without_room_is_named(warmed: Trims) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "words", ["warm model.pt", "warm --json model.pt", "batch profile app:model --shape 3"]
+)
+def test_working_directory_that_is_gone_is_named(warmed: Trims, tmp_path: Path, words: str) -> None:
+    code = (
+        "import os, sys; os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')\n"
+        "from trims_shim.cli.main import main; sys.exit(main())"
+    )
+    done = warmed.python("-c", code, *words.split(), cwd=tmp_path)
+    problem = "trims: the working directory has been deleted; cd to another one\n"
+    assert (done.returncode, done.stderr) == (Exit.FAILED, problem)
+
+
 MEASURED = """
 from trims_shim.batching.staged import StagedModel
 from trims_shim.ensemble import Member

@@ -114,6 +114,8 @@ def _text(error: BaseException) -> str:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         return f"stdout: {error.strerror}"
+    if isinstance(error, FileNotFoundError):  # of os.getcwd(): all else names what is missing
+        return "the working directory has been deleted; cd to another one"
     return str(error)
 
 
