@@ -8,8 +8,8 @@ import sys
 from typing import Any
 
 import pytest
+from forks import passes_in_child
 
-from tests.batching.drivers.test_engine import in_child
 from tests.batching.waiting import LONG_S
 from trims_shim.batching import prometheus as module
 from trims_shim.batching.batcher import Batcher, batched
@@ -160,11 +160,10 @@ def test_a_batcher_that_is_gone_is_not_reported(registry: object) -> None:
     assert value(registry, "queued") == 1
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fork with threads, from 3.12 on
 def test_a_child_can_export_whatever_its_parent_was_doing(registry: object) -> None:
     """As at a fork while another thread exports."""
     with module._lock:
-        in_child(lambda: export(Stub(), registry))
+        assert passes_in_child(lambda: export(Stub(), registry))
 
 
 def test_a_methods_batcher_is_reported_while_its_owner_lives(registry: object) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from forks import passes_in_child
 from harness import PATIENCE_S
 
 from trims_shim.client import arenas
@@ -156,18 +157,15 @@ def test_a_forked_child_reads_on_but_releases_nothing() -> None:
     )
     arena = image.map()
     del image
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            same = bytes(memoryview(arena.buffer)) == CONTENT
-            address = arena.address
-            del arena
-            status = 0 if same and not is_mapped(address) else 2
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+
+    def check() -> bool:
+        nonlocal arena
+        same = bytes(memoryview(arena.buffer)) == CONTENT
+        address = arena.address
+        del arena
+        return same and not is_mapped(address)
+
+    assert passes_in_child(check)
     os.set_blocking(reader, False)
     with pytest.raises(BlockingIOError):
         os.read(reader, 100)

@@ -25,6 +25,7 @@ import numpy
 import pytest
 import safetensors.numpy
 from emulated_cuda import Emulated
+from forks import passes_in_child
 from granting import Grantor, bytes_on_device
 from harness import PATIENCE_S, open_descriptors, wait_until
 
@@ -647,27 +648,20 @@ class TestProcesses:
         arena = client.open(path)
         hold(arena, owner)
         address, digest = arena.address, arena.digest
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                is_known = device_arenas.find(address, 1) or device_arenas.held(
-                    digest, client.device
-                )
-                del arena, owner
-                gc.collect()
-                device_arenas.reap()
-                is_quiet = client.grantor.released == [] and thread_count() == 1
-                status = 0 if is_known is None and is_quiet else 2
-                try:
-                    client.open(path)
-                    status = 3
-                except DriverFailure:
-                    pass
-            finally:
-                os._exit(status)
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 0
+
+        def check() -> None:
+            nonlocal arena, owner
+            assert device_arenas.find(address, 1) is None
+            assert device_arenas.held(digest, client.device) is None
+            del arena, owner
+            gc.collect()
+            device_arenas.reap()
+            assert client.grantor.released == []
+            assert thread_count() == 1
+            with pytest.raises(DriverFailure):
+                client.open(path)
+
+        assert passes_in_child(check)
         assert device_arenas.find(address, 1) == (arena, 0)
         assert bytes_on_device(arena, Path(path).read_bytes())
 
@@ -676,16 +670,12 @@ class TestProcesses:
         """The child has no reaper, and the parent's goes on."""
         client.open(client.file())
         assert client.grantor.released == []
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                device_arenas.reap()
-                status = 0 if client.grantor.released == [] and thread_count() == 1 else 2
-            finally:
-                os._exit(status)
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 0
+
+        def check() -> bool:
+            device_arenas.reap()
+            return client.grantor.released == [] and thread_count() == 1
+
+        assert passes_in_child(check)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(driver()), "synchronize", lambda self, index: None)
             wait_until(lambda: client.grantor.released, "released by the parent")

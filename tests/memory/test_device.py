@@ -17,6 +17,7 @@ from typing import Any
 
 import emulated_cuda as emulation
 import pytest
+from forks import passes_in_child
 from harness import PATIENCE_S, Child, open_descriptors
 
 from trims_shim.errors import DriverFailure, MemoryFailure, NoSpace
@@ -130,17 +131,6 @@ def map_all(allocation: DeviceAllocation, *, is_writable: bool) -> DeviceMapping
     return map_allocations(
         allocation.device, allocation.descriptors, allocation.allocations, is_writable=is_writable
     )
-
-
-def in_fork(check: Callable[[], bool]) -> bool:
-    process = os.fork()
-    if process == 0:
-        code = 3
-        try:
-            code = 0 if check() else 1
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
 
 
 # --- creating -------------------------------------------------------------------------------------
@@ -527,7 +517,7 @@ def test_a_forked_child_unmaps_nothing(
         allocation.close()
         return mapped() == (0, 1, 1)
 
-    assert in_fork(check)
+    assert passes_in_child(check)
     assert content_of(mapping)[:4] == b"here"
     for each in allocation.descriptors:
         os.fstat(each)
@@ -610,7 +600,7 @@ def test_a_forked_child_frees_no_legacy_memory(
     emulated_cuda: emulation.Emulated, device: str
 ) -> None:
     allocation = DeviceMemory(device, "ipc").create(GRANULE)
-    assert in_fork(lambda: allocation.close() is None and emulation.held().linear == 1)
+    assert passes_in_child(lambda: allocation.close() is None and emulation.held().linear == 1)
     assert emulated_cuda.used_bytes(device) == GRANULE
     allocation.close()
     assert emulated_cuda.used_bytes(device) == 0

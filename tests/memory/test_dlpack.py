@@ -13,13 +13,13 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime
 import pytest
+from forks import passes_in_child
 from harness import PATIENCE_S
 from onnx_models import perceptron, save_external
 from onnxruntime.capi import _pybind_state
@@ -342,19 +342,6 @@ def test_the_interpreter_ends_while_a_session_lives(tmp_path: Path, holder: str)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def in_child(work: Callable[[], bool]) -> int:
-    """The exit status of a fork that does this and ends without any clean-up."""
-    child = os.fork()
-    if not child:
-        status = 99
-        try:
-            status = 0 if work() else 1
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_child_gives_up_its_own(model: Model) -> None:
     owner = Owner(model.arrays["table"])
     values, given_up = [value_of(owner.array, owner)], owner.given_up
@@ -364,7 +351,7 @@ def test_a_forked_child_gives_up_its_own(model: Model) -> None:
         values.clear()
         return given_up == [1]
 
-    assert in_child(give_up) == 0
+    assert passes_in_child(give_up)
     assert given_up == []
     values.clear()
     assert given_up == [1]

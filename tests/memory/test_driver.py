@@ -13,6 +13,7 @@ from typing import Any
 
 import emulated_cuda as emulation
 import pytest
+from forks import passes_in_child
 
 from trims_shim.errors import DriverFailure
 from trims_shim.memory import driver as driver_module
@@ -60,18 +61,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, **variables: str) -> Iterator[Drive
 
 def failing(monkeypatch: pytest.MonkeyPatch, calls: str) -> Any:
     return machine(monkeypatch, TRIMS_TEST_CUDA_FAIL=calls)
-
-
-def in_fork(check: Callable[[], bool]) -> bool:
-    """Whether ``check`` is true in a forked child, which has then ended."""
-    child = os.fork()
-    if child == 0:
-        code = 3
-        try:
-            code = 0 if check() else 1
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def run(script: str, environment: dict[str, str]) -> str:
@@ -427,7 +416,7 @@ def test_a_forked_child_never_calls_the_driver(
 
     def check() -> bool:
         monkeypatch.setattr(libcuda.Library, "call", lambda *_: called.append("x"))
-        grandchild = in_fork(lambda: refuses(driver))
+        grandchild = passes_in_child(lambda: refuses(driver))
         return (
             refuses(driver)
             and refuses(opened.devices)
@@ -437,7 +426,7 @@ def test_a_forked_child_never_calls_the_driver(
         )
 
     with opened.context(0):
-        assert in_fork(check)
+        assert passes_in_child(check)
     assert len(opened.devices()) == 1
 
 

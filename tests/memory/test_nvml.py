@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Callable
 
 import emulated_cuda as emulation
 import pytest
+from forks import passes_in_child
 
 from trims_shim.memory import nvml
 from trims_shim.memory.driver import driver
@@ -17,17 +16,6 @@ pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
 
 GRANULE = emulation.GRANULARITY
 TWO = {"devices": 2, "memory_bytes": (64 << 20, 32 << 20), "names": "Large,Small"}
-
-
-def in_fork(check: Callable[[], bool]) -> bool:
-    child = os.fork()
-    if child == 0:
-        code = 3
-        try:
-            code = 0 if check() else 1
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("emulated_environment", [TWO], indirect=True)
@@ -112,13 +100,13 @@ def test_a_forked_child_asks_only_what_its_parent_has_not_used(
     emulated_cuda: emulation.Emulated,
 ) -> None:
     device = emulated_cuda.ids[0]
-    assert in_fork(lambda: nvml.free_bytes(device) is not None)
+    assert passes_in_child(lambda: nvml.free_bytes(device) is not None)
     assert nvml.free_bytes(device) is not None
-    assert in_fork(
+    assert passes_in_child(
         lambda: (
             nvml.free_bytes(device) is None
             and nvml.driver_version() is None
-            and in_fork(lambda: nvml.free_bytes(device) is None)
+            and passes_in_child(lambda: nvml.free_bytes(device) is None)
         )
     )
     assert nvml.free_bytes(device) is not None

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
+from forks import passes_in_child
 from harness import open_descriptors
 
 from trims_shim.client.arenas import Arena, Image
@@ -159,14 +160,14 @@ def test_anonymous_memory_is_not_pristine(scanner: PageScanner) -> None:
 def test_a_forked_child_gets_no_from_the_parents_scanner(
     arena: Arena, scanner: PageScanner
 ) -> None:
-    child = os.fork()
-    if child == 0:
+    def check() -> bool:
         stale = scanner.is_pristine(arena.address, SIZE_BYTES)
         fresh = is_pristine(arena.address, SIZE_BYTES)
         arena.buffer[0] = b"b"
         written = is_pristine(arena.address, SIZE_BYTES)
-        os._exit(0 if (stale, fresh, written) == (False, True, False) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return (stale, fresh, written) == (False, True, False)
+
+    assert passes_in_child(check)
     assert scanner.is_pristine(arena.address, SIZE_BYTES)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ import weakref
 from collections.abc import Callable
 
 import pytest
+from forks import passes_in_child
 from harness import PATIENCE_S, wait_until
 
 from trims_shim.memory import reclaim
@@ -136,10 +136,7 @@ def test_a_forked_child_drops_what_is_pending(monkeypatch: pytest.MonkeyPatch) -
     gone = weakref.ref(owner)
     reclaim.retire([reclaim.RetiredBlock(owner, owner.address, SIZE_BYTES)])
     del owner
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if gone() is None and not reclaim._batches else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert passes_in_child(lambda: gone() is None and not reclaim._batches)
     assert gone() is not None
     (release, arguments) = started[0]
     release(*arguments)  # type: ignore[operator, misc]

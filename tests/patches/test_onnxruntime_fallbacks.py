@@ -9,8 +9,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
-import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ import numpy as np
 import onnxruntime
 import onnxruntime.capi.onnxruntime_pybind11_state as binding
 import pytest
+from forks import passes_in_child
 from onnx_models import Sample, sample, save, save_external
 from onnxruntime.capi import onnxruntime_inference_collection as collection
 from ort_sessions import (
@@ -418,7 +417,7 @@ class TestProcesses:
             again = new(path, options)
             return is_equal and outputs(again, made) == expected and is_hit(again)
 
-        assert in_child(work)
+        assert passes_in_child(work)
         assert outputs(session, made) == expected
         assert len(preparations.leases) == 1
 
@@ -433,7 +432,7 @@ class TestProcesses:
         options.intra_op_num_threads = 1
         large = made.content
         first = hit(large, options)
-        assert in_child(lambda: outputs(new(large, options), made) == outputs(first, made))
+        assert passes_in_child(lambda: outputs(new(large, options), made) == outputs(first, made))
 
     def test_the_end_of_a_process_with_live_sessions(self, path: str) -> None:
         code = f"""
@@ -461,27 +460,6 @@ class TestProcesses:
         """
         done = python(code, TRIMS_MIN_BYTES="1")
         assert done.stdout == "{'options_unknown': 1, 'daemon_unavailable': 2}\n"
-
-
-def in_child(work: Any) -> bool:
-    """What a forked child says of its work."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the test run has threads
-        pid = os.fork()
-    if not pid:
-        status = 1
-        try:
-            status = 0 if work() else 2
-        finally:
-            os._exit(status)
-    for _ in range(600):
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return status == 0
-        threading.Event().wait(0.05)
-    os.kill(pid, 9)
-    os.waitpid(pid, 0)
-    raise AssertionError("the child hangs")
 
 
 def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:

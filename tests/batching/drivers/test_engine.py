@@ -11,12 +11,11 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from forks import passes_in_child
 
 from tests.batching.waiting import LONG_S, Gate, wait_until, wait_until_main_sleeps
 from trims_shim.batching import Batcher, batched
@@ -28,31 +27,6 @@ from trims_shim.errors import BatchingError
 greedy = functools.partial(Batcher, policy="immediate")
 
 
-def in_child(check: Callable[[], object]) -> None:
-    """Fork, and run ``check`` there; its assertions are this test's."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            signal.alarm(round(LONG_S))
-            check()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    end_s = time.monotonic() + LONG_S
-    while time.monotonic() < end_s:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
-            assert status == 0, "in the child, see its output"
-            return
-        time.sleep(0.005)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    pytest.fail("the child hangs")
-
-
 def triple(items: list[int]) -> list[int]:
     return [3 * item for item in items]
 
@@ -61,7 +35,6 @@ async def atriple(items: list[int]) -> list[int]:
     return [3 * item for item in items]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fork with threads, from 3.12 on
 @pytest.mark.parametrize("function", [triple, atriple])
 def test_the_batchers_of_a_child_work_anew(function: Callable[..., object]) -> None:
     batcher = greedy(function)
@@ -77,13 +50,12 @@ def test_the_batchers_of_a_child_work_anew(function: Callable[..., object]) -> N
         assert batcher.stats().submitted == 8
         batcher.close(timeout_s=LONG_S)
 
-    in_child(check)
+    assert passes_in_child(check)
     assert batcher.submit(1).result(LONG_S) == 3
     assert batcher.stats().submitted == 3
     batcher.close()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_fork_while_a_batch_runs_and_others_wait() -> None:
     gate = Gate()
     with greedy(gate, queue_size=2) as batcher:
@@ -105,13 +77,12 @@ def test_a_fork_while_a_batch_runs_and_others_wait() -> None:
             assert batcher(5) == 5
             batcher.close(timeout_s=LONG_S)
 
-        in_child(check)
+        assert passes_in_child(check)
         gate.open(2)
         assert [future.result(LONG_S) for future in (running, *waiting)] == [0, 1, 2]
         assert called == [waiting[0]]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_stream_of_the_parent_ends_in_the_child() -> None:
     may_go_on = threading.Event()
 
@@ -128,12 +99,12 @@ def test_a_stream_of_the_parent_ends_in_the_child() -> None:
             with pytest.raises(BatchingError, match="parent"):
                 next(stream)
 
-        in_child(check)
+        assert passes_in_child(check)
         may_go_on.set()
         assert list(stream) == [7]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fork with threads, from 3.12 on
 @pytest.mark.parametrize("queue_size", [1, 2])
 def test_a_fork_in_a_signal_handler_of_a_caller_that_waits(queue_size: int) -> None:
     """It waits for its answer, or for its place in the queue."""
@@ -175,7 +146,6 @@ def test_a_fork_in_a_signal_handler_of_a_caller_that_waits(queue_size: int) -> N
     assert ended == [0]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_fork_with_a_lock_held() -> None:
     """As at a fork in one thread while another one is in the middle of an event."""
     policy = functools.partial(Window, wait_ms=1e6)
@@ -191,12 +161,11 @@ def test_a_fork_with_a_lock_held() -> None:
             batcher.drain(LONG_S)
             assert later.result(LONG_S) == 6
 
-        in_child(check)
+        assert passes_in_child(check)
     batcher.close()
     assert future.result(LONG_S) == 3
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_fork_while_another_thread_learns() -> None:
     batcher = Batcher(triple, policy="immediate")
     learns, may_end = threading.Event(), threading.Event()
@@ -209,20 +178,19 @@ def test_a_fork_while_another_thread_learns() -> None:
     thread = threading.Thread(target=learn)
     thread.start()
     assert learns.wait(LONG_S)
-    in_child(lambda: batcher(2))
+    assert passes_in_child(lambda: batcher(2))
     may_end.set()
     thread.join()
     assert batcher(1) == 3
     batcher.close()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_fork_inside_a_batch() -> None:
     """The function forks, as one that starts a process does; the child may even go on."""
 
     def forks(items: list[int]) -> list[int]:
         if items == [13]:
-            in_child(lambda: batcher(1) == 1)
+            assert passes_in_child(lambda: batcher(1) == 1)
         return items
 
     with greedy(forks) as batcher:
@@ -236,11 +204,10 @@ class Model:
         return triple(items)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_methods_in_a_child() -> None:
     model = Model()
     assert model.scale.submit(1).result(LONG_S) == 3
-    in_child(lambda: model.scale.submit(1).result(LONG_S))
+    assert passes_in_child(lambda: model.scale.submit(1).result(LONG_S))
 
 
 # --- the end of the interpreter -------------------------------------------------------------------

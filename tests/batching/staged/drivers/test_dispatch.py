@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
-import os
 import random
 import signal
 import threading
@@ -16,6 +15,7 @@ from concurrent.futures import Future
 from typing import Any, ClassVar
 
 import pytest
+from forks import passes_in_child
 
 from tests.batching.staged.driving import Wild
 from tests.batching.staged.rules import joining, splitting
@@ -1000,21 +1000,14 @@ def test_a_child_works_anew_and_does_not_wait_for_the_parents_stages() -> None:
         future = batcher.submit(1)
         first.gate.open()
         second.gate.wait_entered()
-        reading, writing = os.pipe()
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                first.gate.open(5)
-                second.gate.open(5)
-                is_orphan = isinstance(future.exception(LONG_S), BatchingError)
-                code = 0 if is_orphan and batcher(2) == 2 else 2
-            finally:
-                os._exit(code)
-        os.close(writing)
-        _, status = os.waitpid(child, 0)
-        os.close(reading)
-        assert os.waitstatus_to_exitcode(status) == 0
+
+        def check() -> bool:
+            first.gate.open(5)
+            second.gate.open(5)
+            is_orphan = isinstance(future.exception(LONG_S), BatchingError)
+            return is_orphan and batcher(2) == 2
+
+        assert passes_in_child(check)
         second.gate.open()
         assert future.result(LONG_S) == 1
 
