@@ -7,12 +7,13 @@ compared at the end: nobody may have written it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import unittest.mock
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -247,3 +248,14 @@ def apply(*wanted: points.PatchPoint) -> Callable[[], None]:
             patches.enable(libraries)
 
     return undo
+
+
+@contextlib.contextmanager
+def emulated(monkeypatch: pytest.MonkeyPatch, *wanted: points.PatchPoint) -> Iterator[Devices]:
+    """Emulated devices below patch points that are applied; in the end, nobody has written."""
+    devices = Devices()
+    prepare(monkeypatch, devices, min_bytes="1", strict="1")
+    undo = apply(*wanted)
+    yield devices
+    undo()
+    devices.assert_untouched()

@@ -11,7 +11,7 @@ from typing import Any
 import devices as emulation
 import pytest
 import torch
-from devices import Devices, shared
+from devices import shared
 from torch import nn
 
 from trims_shim.patches import accelerate_buffers, torch_load
@@ -40,12 +40,9 @@ def put(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         module = types.ModuleType(name)
         vars(module)["set_module_tensor_to_device"] = set_module_tensor_to_device
         monkeypatch.setitem(sys.modules, name, module)
-    devices = Devices()
-    emulation.prepare(monkeypatch, devices, min_bytes="1", strict="1")
-    undo = emulation.apply(*torch_load.POINTS[:2], *accelerate_buffers.POINTS)
-    yield module.set_module_tensor_to_device
-    undo()
-    devices.assert_untouched()
+    points = *torch_load.POINTS[:2], *accelerate_buffers.POINTS
+    with emulation.emulated(monkeypatch, *points):
+        yield module.set_module_tensor_to_device
 
 
 class Net(nn.Module):

@@ -68,8 +68,6 @@ class BaseTuner(nn.Module):
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
-    devices = Devices()
-    emulation.prepare(monkeypatch, devices, min_bytes="1", strict="1")
     check = check_adapters_to_merge
     for name, content in (
         ("tuners.tuners_utils", {"BaseTuner": BaseTuner, check.__name__: check}),
@@ -82,12 +80,14 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
         module = types.ModuleType(f"peft.{name}")
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    undo = emulation.apply(
-        *torch_load.POINTS[:2], *torch_module.POINTS[:1], *peft_merge.POINTS, *peft_hotswap.POINTS
+    points = (
+        *torch_load.POINTS[:2],
+        *torch_module.POINTS[:1],
+        *peft_merge.POINTS,
+        *peft_hotswap.POINTS,
     )
-    yield devices
-    undo()
-    devices.assert_untouched()
+    with emulation.emulated(monkeypatch, *points) as devices:
+        yield devices
 
 
 @pytest.fixture

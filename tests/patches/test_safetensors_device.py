@@ -38,15 +38,11 @@ class Theirs:
 @pytest.fixture(params=emulation.BOTH_WAYS)
 def devices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Devices]:
     emulation.let_swap(monkeypatch, request.param)
-    devices = Devices()
-    emulation.prepare(monkeypatch, devices, min_bytes="1", strict="1")
-    undo = emulation.apply(
-        *torch_module.POINTS[:1], *safetensors_device.POINTS, *safetensors_model.POINTS
-    )
-    yield devices
-    undo()
+    with emulation.emulated(
+        monkeypatch, *torch_module.POINTS[:1], *safetensors_device.POINTS, *safetensors_model.POINTS
+    ) as devices:
+        yield devices
     assert safetensors.safe_open is safetensors.torch.safe_open is Theirs.safe_open
-    devices.assert_untouched()
 
 
 def state() -> dict[str, torch.Tensor]:

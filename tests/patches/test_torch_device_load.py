@@ -47,12 +47,8 @@ CUDA_NAMES = {
 @pytest.fixture(params=emulation.BOTH_WAYS)
 def devices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Devices]:
     emulation.let_swap(monkeypatch, request.param)
-    devices = Devices()
-    emulation.prepare(monkeypatch, devices, min_bytes="1", strict="1")
-    undo = emulation.apply(*torch_load.POINTS[:2])
-    yield devices
-    undo()
-    devices.assert_untouched()
+    with emulation.emulated(monkeypatch, *torch_load.POINTS[:2]) as devices:
+        yield devices
 
 
 @pytest.fixture

@@ -41,17 +41,14 @@ SIDE = 256
 @pytest.fixture(params=emulation.BOTH_WAYS)
 def devices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Devices]:
     emulation.let_swap(monkeypatch, request.param)
-    devices = Devices()
-    emulation.prepare(monkeypatch, devices, min_bytes="1", strict="1")
-    undo = emulation.apply(
+    with emulation.emulated(
+        monkeypatch,
         *torch_load.POINTS[:2],
         *torch_module.POINTS[:1],
         *torch_unshare.POINTS[:-1],
         *torch_initializers.POINTS,
-    )
-    yield devices
-    undo()
-    devices.assert_untouched()
+    ) as devices:
+        yield devices
 
 
 class Net(nn.Module):

@@ -37,14 +37,10 @@ LARGE_PARAMETERS = {"first.weight", "second.weight"}
 @pytest.fixture(params=emulation.BOTH_WAYS)
 def devices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Devices]:
     emulation.let_swap(monkeypatch, request.param)
-    devices = Devices()
-    emulation.prepare(monkeypatch, devices, min_bytes="1", strict="1")
-    undo = emulation.apply(
-        *torch_load.POINTS[:2], *torch_module.POINTS[:1], *torch_unshare.POINTS[:-1]
-    )
-    yield devices
-    undo()
-    devices.assert_untouched()
+    with emulation.emulated(
+        monkeypatch, *torch_load.POINTS[:2], *torch_module.POINTS[:1], *torch_unshare.POINTS[:-1]
+    ) as devices:
+        yield devices
     assert not [each for each in emulation.all_events() if each.startswith("elision_error")]
 
 

@@ -38,15 +38,9 @@ SIDE = 256  # SIDE * SIDE float32 are four times what is shared at least
 @pytest.fixture(params=emulation.BOTH_WAYS)
 def devices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Devices]:
     emulation.let_swap(monkeypatch, request.param)
-    devices = Devices()
-    emulation.prepare(monkeypatch, devices)
-    undo = emulation.apply(
-        *torch_load.POINTS[:2], *torch_module.POINTS[:1], *torch_module_move.POINTS
-    )
-    with ToCuda():
+    points = *torch_load.POINTS[:2], *torch_module.POINTS[:1], *torch_module_move.POINTS
+    with emulation.emulated(monkeypatch, *points) as devices, ToCuda():
         yield devices
-    undo()
-    devices.assert_untouched()
     assert "internal_error" not in reasons()
 
 

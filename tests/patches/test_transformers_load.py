@@ -31,14 +31,10 @@ SIDE = 256
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
-    devices = Devices()
-    emulation.prepare(monkeypatch, devices, min_bytes="1", strict="1")
-    undo = emulation.apply(
-        *torch_from_file.POINTS, *safetensors_device.POINTS, *transformers_load.POINTS
-    )
-    yield devices
-    undo()
-    devices.assert_untouched()
+    with emulation.emulated(
+        monkeypatch, *torch_from_file.POINTS, *safetensors_device.POINTS, *transformers_load.POINTS
+    ) as devices:
+        yield devices
 
 
 @pytest.fixture

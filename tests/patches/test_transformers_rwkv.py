@@ -19,14 +19,10 @@ SIDE = 256
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
-    devices = Devices()
-    emulation.prepare(monkeypatch, devices, min_bytes="1", strict="1")
-    undo = emulation.apply(
-        *torch_load.POINTS[:2], *torch_module.POINTS[:1], *transformers_rwkv.POINTS
-    )
-    yield devices
-    undo()
-    devices.assert_untouched()
+    with emulation.emulated(
+        monkeypatch, *torch_load.POINTS[:2], *torch_module.POINTS[:1], *transformers_rwkv.POINTS
+    ) as devices:
+        yield devices
 
 
 def test_inference_and_training(devices: Devices, tmp_path: Path) -> None:
