@@ -32,7 +32,7 @@ from trims_shim.daemon.prepared.directory import PreparedSettings
 from trims_shim.errors import ConfigError, PatchError, TrimsError
 from trims_shim.memory import copying_native
 from trims_shim.memory.limits import machine_bytes, memory_limit_bytes
-from trims_shim.memory.nvml import INSTALL
+from trims_shim.memory.nvml import INSTALL, is_installed
 from trims_shim.patches.points import resolve
 from trims_shim.remote.copies import Copies, Copy
 from trims_shim.wire.endpoint import Endpoint
@@ -405,7 +405,7 @@ def _memory() -> tuple[MemoryKind, ...]:
 
 def _device(settings: Config) -> DeviceSupport:
     problem, driver, nvml = "", "", "not asked"
-    no_package = "" if _has_nvml_package() else "nvidia-ml-py is not installed"
+    no_package = "" if is_installed() else "nvidia-ml-py is not installed"
     devices: tuple[DeviceFound, ...] = ()
     try:
         problem, driver, rows = ask_child(_DEVICE_PROBE)
@@ -443,14 +443,6 @@ def _unfit(devices: tuple[DeviceFound, ...], settings: Config) -> str:
     if settings.device_backend == "vmm" and not any(each.can_export for each in devices):
         return "no device can export its memory as a descriptor; set TRIMS_DEVICE_BACKEND=ipc"
     return ""
-
-
-def _has_nvml_package() -> bool:
-    try:
-        importlib.metadata.version("nvidia-ml-py")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _prepared(settings: Config) -> PreparedSupport:

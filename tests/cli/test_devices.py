@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -421,7 +423,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DeviceSupport]:
             return answer
 
         monkeypatch.setattr(inspection, "ask_child", ask)
-        monkeypatch.setattr(inspection, "_has_nvml_package", lambda: True)
+        monkeypatch.setattr(inspection, "is_installed", lambda: True)
         return inspection._device(config.load({}, **settings))
 
     return look
@@ -455,13 +457,30 @@ def test_why_device_memory_is_not_shared(machine: Callable[..., DeviceSupport]) 
 def test_devices_are_not_shared_without_nvmls_package(monkeypatch: pytest.MonkeyPatch) -> None:
     from trims_shim import config
 
-    monkeypatch.setattr(inspection, "_has_nvml_package", lambda: False)
+    monkeypatch.setattr(inspection, "is_installed", lambda: False)
     monkeypatch.setattr(inspection, "ask_child", lambda code: ["", "", [ROW]])
     found = inspection._device(config.load({}))
     assert not found.is_available
     assert found.nvml == "nvidia-ml-py is not installed"
     assert found.problem.startswith(found.nvml)
     assert "pip install" in found.problem
+
+
+def test_nvmls_package_may_come_from_another_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon, too, asks only whether it can be imported."""
+    from trims_shim import config
+
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    (tmp_path / "pynvml.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(inspection, "ask_child", lambda code: ["", "", [ROW]])
+    found = inspection._device(config.load({}))
+    assert (found.is_available, found.nvml) == (True, "it does not answer")
 
 
 def test_info_on_this_machine_leaves_the_driver_alone(trims: Trims) -> None:
