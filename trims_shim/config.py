@@ -206,10 +206,6 @@ def _share(number: str, text: str) -> float:
     return percent / 100
 
 
-def _any(text: str) -> str:
-    return text
-
-
 SETTINGS = (
     Setting("enabled", "1", _boolean, "patch the libraries of this process"),
     Setting(
@@ -256,7 +252,7 @@ SETTINGS = (
     ),
     Setting("strict", "0", _boolean, "raise when the cache fails instead of falling back (tests)"),
     Setting("autostart", "1", _boolean, "start the daemon when none runs"),
-    Setting("socket_dir", "", _any, "directory of the sockets; empty: see docs/daemon.md"),
+    Setting("socket_dir", "", str, "directory of the sockets; empty: see docs/daemon.md"),
     Setting("start_timeout", "10", _seconds, "seconds to wait for a starting daemon"),
     Setting("stall_timeout", "10", _seconds, "seconds without a sign of life before falling back"),
     Setting(
@@ -265,7 +261,7 @@ SETTINGS = (
         _choice(*LOG_LEVELS),
         "level of the logger trims_shim: debug, info, warning or error",
     ),
-    Setting("log_file", "", _any, "file that the log is appended to; empty: logging's own set-up"),
+    Setting("log_file", "", str, "file that the log is appended to; empty: logging's own set-up"),
     Setting(
         "remote_bytes",
         "25%",
@@ -349,7 +345,7 @@ SETTINGS = (
     Setting(
         "cache_dir",
         "",
-        _any,
+        str,
         "directory of prepared ONNX models, latency profiles and copies of remote models; empty: "
         "trims in the user's cache directory",
         is_daemons=True,
@@ -385,7 +381,7 @@ SETTINGS = (
     Setting(
         "group",
         "",
-        _any,
+        str,
         "group (name or number) that may use a machine-wide daemon; empty: this user only",
         is_daemons=True,
     ),

@@ -25,7 +25,7 @@ from trims_shim.wire.endpoint import Endpoint
 __all__ = ["Stopped", "serve", "stop", "stop_daemon", "stop_if_running"]
 
 _POLL_S = 0.02
-_TEST_TIMEOUT_S = 10.0
+_RUN_TIMEOUT_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,9 @@ def stop_daemon(endpoint: Endpoint, *, timeout_s: float) -> Stopped:
 
 
 def stop_if_running(endpoint: Endpoint) -> None:
-    """Stop the daemon of a test run, if there is one. Raises DaemonTimeout."""
+    """Stop the daemon of a test run or a demo, if there is one. Raises DaemonTimeout."""
     with contextlib.suppress(DaemonUnavailable):
-        stop_daemon(endpoint, timeout_s=_TEST_TIMEOUT_S)
+        stop_daemon(endpoint, timeout_s=_RUN_TIMEOUT_S)
 
 
 def _endpoint() -> Endpoint:

@@ -26,10 +26,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from trims_shim.cli.daemon import stop_if_running
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.progress import say
 from trims_shim.cli.text import print_json, table
+from trims_shim.errors import TrimsError
 from trims_shim.memory.limits import available_bytes
+from trims_shim.wire.endpoint import Endpoint
 from trims_shim.wire.handover import wait_until_ready
 
 __all__ = ["demo"]
@@ -275,23 +278,10 @@ def _place(size_mb: int) -> Iterator[_Place]:
 
 
 def _stop_daemon(place: _Place) -> None:
-    if not place.sockets.exists() or not any(place.sockets.iterdir()):
-        return
-    command = [sys.executable, "-m", "trims_shim", "stop"]
     try:
-        done = subprocess.run(
-            command,
-            env=place.environment(with_shim=True),
-            capture_output=True,
-            text=True,
-            timeout=_STOP_DEADLINE_S,
-            check=False,
-        )
-        problem = done.stderr.strip() if done.returncode else ""
-    except subprocess.TimeoutExpired:
-        problem = f"no answer within {_STOP_DEADLINE_S:.0f} s"
-    if problem:
-        print(f"trims demo: the daemon of the demo was not stopped: {problem}", file=sys.stderr)
+        stop_if_running(Endpoint(str(place.sockets)))
+    except TrimsError as error:
+        print(f"trims demo: the daemon of the demo was not stopped: {error}", file=sys.stderr)
 
 
 def _measure(place: _Place, processes: int, note: Callable[[str], None]) -> list[_Run]:
