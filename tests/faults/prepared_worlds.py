@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import onnx_models
@@ -13,8 +14,10 @@ from trims_shim.wire import admin
 
 __all__ = [
     "SESSIONS",
+    "MakeWorld",
     "directory",
     "entries",
+    "evict",
     "expected",
     "model",
     "prepare",
@@ -25,6 +28,7 @@ __all__ = [
     "wait_for_preparer",
 ]
 
+MakeWorld = Callable[..., World]
 SESSIONS = """
 import hashlib, numpy, onnxruntime
 FEED = {"x": numpy.linspace(-1, 1, 128, dtype=numpy.float32).reshape(2, 64),
@@ -154,6 +158,16 @@ def entries(world: World) -> list[str]:
     with contextlib.suppress(FileNotFoundError):
         return sorted(name for name in os.listdir(directory(world)) if name[0] != ".")
     return []
+
+
+def evict(world: World, text: str = "") -> admin.EvictPreparedReply:
+    """Have prepared models forgotten: one, or all."""
+    connection = world.connection()
+    try:
+        reply: admin.EvictPreparedReply = connection.request(admin.EvictPreparedRequest(text))
+        return reply
+    finally:
+        connection.close()
 
 
 def preparers(world: World) -> list[int]:

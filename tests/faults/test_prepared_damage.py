@@ -29,8 +29,6 @@ from faults.prepared_worlds import (
     settled,
 )
 
-MakeWorld = Callable[..., World]
-
 # --- the model changes ----------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +12,10 @@ from harness import World, process_state, wait_until
 
 from faults.prepared_worlds import (
     SESSIONS,
+    MakeWorld,
     directory,
     entries,
+    evict,
     expected,
     model,
     prepare,
@@ -24,18 +25,6 @@ from faults.prepared_worlds import (
     settled,
     wait_for_preparer,
 )
-from trims_shim.wire import admin
-
-MakeWorld = Callable[..., World]
-
-
-def evict(world: World, text: str = "") -> admin.EvictPreparedReply:
-    connection = world.connection()
-    try:
-        reply: admin.EvictPreparedReply = connection.request(admin.EvictPreparedRequest(text))
-        return reply
-    finally:
-        connection.close()
 
 
 def test_a_killed_preparer_costs_one_preparation(prepared_world: World) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,10 @@ from harness import World, wait_until
 
 from faults.prepared_worlds import (
     SESSIONS,
+    MakeWorld,
     directory,
     entries,
+    evict,
     expected,
     model,
     prepare,
@@ -24,21 +26,10 @@ from faults.prepared_worlds import (
     wait_for_preparer,
 )
 from trims_shim.errors import NoSpace
-from trims_shim.wire import admin
 
-MakeWorld = Callable[..., World]
 MIB = 1 << 20
 WIDE = 2048
 """A model of this width has about 5 MiB."""
-
-
-def evict(world: World, text: str = "") -> admin.EvictPreparedReply:
-    connection = world.connection()
-    try:
-        reply: admin.EvictPreparedReply = connection.request(admin.EvictPreparedRequest(text))
-        return reply
-    finally:
-        connection.close()
 
 
 # --- disk -----------------------------------------------------------------------------------------
