@@ -1,7 +1,8 @@
 """What runs unattended on a machine with a GPU works before it gets there.
 
-The script's arguments, the report, the verdicts from canned samples, the time box, and a dry run on
-the emulated device. What a GPU would say is not tested here: tests/gpu does that.
+The script's arguments, the report, the verdicts from canned samples, the time box, a dry run on the
+emulated device, and on the processor what needs torch on a device. What a GPU would say is not
+tested here: tests/gpu does that.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import gpu_report  # noqa: E402
-from gpu import onnx_file  # noqa: E402
+from gpu import flex_cases, generating_cases, onnx_file, staged_cases  # noqa: E402
+from gpu.test_gpu_staged import KINDS  # noqa: E402
 
 from benchmarks import gpu_cold  # noqa: E402
 from benchmarks.forking import Server, server  # noqa: E402
@@ -155,6 +157,31 @@ def test_the_model_for_onnxruntime_is_one(tmp_path: Path) -> None:
     assert not numpy.array_equal(*output)
     other = onnx_file.write_dense(str(tmp_path / "other.onnx"), seed=2)
     assert Path(other).read_bytes() != Path(path).read_bytes()
+
+
+# --- what needs torch on a device, on the processor -----------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["dvabatch", "restless"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages(kind: str, policy: str) -> None:
+    arguments = {"kind": kind, "policy": policy, "device": "cpu", "lanes": ["cpu", "cpu"]}
+    found = staged_cases.answers(**arguments, count=8)
+    assert (found["wrong"], found["failures"]) == ([], 0)
+
+
+@pytest.mark.parametrize("prefill_stages", [1, 3])
+def test_generation(prefill_stages: int) -> None:
+    arguments = {"device": "cpu", "lanes": ["cpu", "cpu"], "prefill_stages": prefill_stages}
+    found = generating_cases.tokens(**arguments, count=8)
+    assert (found["wrong"], found["failures"], found["where"]) == ([], 0, ["cpu"])
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_batches_that_are_given_up(lanes: int) -> None:
+    found = flex_cases.answers(device="cpu", lanes=["cpu"] * lanes, rounds=3, width=64)
+    assert found["wrong"] == 0
+    assert found["preemptions"] >= 3
 
 
 # --- the report -----------------------------------------------------------------------------------

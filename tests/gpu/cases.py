@@ -284,6 +284,35 @@ def embeddings_write_privately(directory: str) -> Result:
 
 
 @case
+def others_write_privately(directory: str) -> Result:
+    """Initialisers, averaged models and DistributedDataParallel write parameters in place."""
+    import torch.distributed as distributed
+    from torch.optim.swa_utils import AveragedModel
+
+    state = torch.load(_path(directory, "state.pt"), map_location="cuda")
+    net = _net(state)
+    nn.init.constant_(net.layers[0].weight, 0.5)
+    averaged = AveragedModel(net)
+    averaged.module.load_state_dict(state)
+    for _ in range(2):
+        averaged.update_parameters(net)
+    store, alone = distributed.HashStore(), {"rank": 0, "world_size": 1}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    distributed.init_process_group("gloo", store=store, **alone)
+    parallel = nn.parallel.DistributedDataParallel(_net(state))
+    output = parallel(_sample())
+    distributed.destroy_process_group()
+    again = torch.load(_path(directory, "state.pt"), map_location="cuda")
+    return {
+        "initialised": _digest(net.layers[0].weight),
+        "averaged": _seen(averaged.module.state_dict()),
+        "parallel": _digest(output),
+        "again": _seen(again),
+        "_shared": _share([net.layers[1].weight]),
+    }
+
+
+@case
 def merge_adapters_layer_by_layer(directory: str) -> Result:
     """As diffusers does."""
     import peft
