@@ -23,17 +23,18 @@ class StandIn:
         self.log: list[str] = []
         self._events = 0
         self.cuda = SimpleNamespace(
-            Stream=lambda device: self._stream("lane"),
+            Stream=self._stream,
             Event=self._event,
-            default_stream=lambda device: "default",
+            default_stream=lambda device: "default" if device == "cuda:0" else f"{device}'s",
             stream=self._in_stream,
         )
 
     def device(self, name: str) -> str:
         return name
 
-    def _stream(self, name: str) -> SimpleNamespace:
+    def _stream(self, device: str) -> SimpleNamespace:
         return SimpleNamespace(
+            device="cuda:1" if device == "cuda" else device,  # the current one of this thread
             wait_stream=lambda other: self.log.append(f"wait for the {other} stream"),
             synchronize=lambda: self.log.append("wait for all"),
         )
@@ -80,6 +81,16 @@ def test_a_new_batch_does_not_wait_for_an_event_of_the_one_before() -> None:
         with lane.enter():
             lane.stage_done()
     assert "wait for 1" not in torch.log
+
+
+def test_a_lane_stays_on_the_device_that_was_current_when_it_was_made() -> None:
+    torch, used = StandIn(), []
+    lane = CudaLane("cuda", torch)
+    with lane.enter():
+        pass
+    lane.finish(SimpleNamespace(is_cuda=True, record_stream=used.append))
+    assert torch.log[0] == "wait for the cuda:1's stream"
+    assert used == ["cuda:1's"]
 
 
 @dataclass

@@ -55,8 +55,9 @@ class CudaLane:
 
     def __init__(self, device: str, torch: Any) -> None:
         self._torch = torch
-        self._device = torch.device(device)
-        self._stream = torch.cuda.Stream(device=self._device)
+        self._stream = torch.cuda.Stream(device=torch.device(device))
+        # With its number: which device "cuda" is, torch.cuda.set_device says for each thread alone.
+        self._device = self._stream.device
         self._last: Any = None
 
     def enter(self) -> Any:

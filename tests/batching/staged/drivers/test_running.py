@@ -252,6 +252,7 @@ class Streams:
         self.log: list[str] = []
         self.cuda = SimpleNamespace(
             Stream=lambda device: SimpleNamespace(
+                device=device,
                 wait_stream=lambda other: self.log.append(f"wait for {other}"),
                 synchronize=lambda: self.log.append("synchronize"),
             ),
