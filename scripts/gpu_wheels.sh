@@ -15,6 +15,7 @@ packages=("$@")
     pyzmq msgpack blake3 nvidia-ml-py fastsafetensors
     pytest pytest-timeout hypothesis pluggy iniconfig packaging pygments sortedcontainers
     rich markdown-it-py mdurl
+    peft accelerate psutil
 )
 # pip takes wheels of exactly the platforms named.
 platforms=()
