@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
+import re
+from pathlib import Path
 from typing import Any
 
 import emulated_cuda as emulation
@@ -31,6 +34,25 @@ CONSTANTS = [
 ]
 
 
+ENUMERATIONS_OF_PARAMETERS = (
+    "CUdevice_P2PAttribute",
+    "CUdevice_attribute",
+    "CUmemAllocationGranularity_flags",
+    "CUmemAllocationHandleType",
+    "CUresult",
+    "CUstreamCaptureMode",
+)
+BYTES = {
+    **dict.fromkeys(("int", "unsigned int", "CUdevice", *ENUMERATIONS_OF_PARAMETERS), 4),
+    **dict.fromkeys(("size_t", "unsigned long long", "CUdeviceptr"), 8),
+    **dict.fromkeys(("CUmemGenericAllocationHandle", "CUcontext", "CUstream", "CUevent"), 8),
+    "CUuuid": 16,
+    "CUipcMemHandle": 64,
+}
+"""Of what functions take, by its name in cuda.h."""
+TABLE = Path(__file__).resolve().parents[2] / "native" / "driver.hpp"
+
+
 def of_nvidia() -> Any:
     from cuda.bindings import driver
 
@@ -42,6 +64,50 @@ def offsets(structure: Any) -> dict[str, tuple[int, int]]:
     return {
         name: (getattr(structure, name).offset, getattr(structure, name).size) for name in fields
     }
+
+
+def parameters(name: str) -> list[str]:
+    """The types of a function's parameters, by NVIDIA's declaration of it."""
+    found = importlib.util.find_spec("cuda.bindings")
+    assert found is not None
+    assert found.submodule_search_locations is not None
+    text = Path(found.submodule_search_locations[0], "cydriver.pxd").read_text()
+    match = re.search(rf"^cdef CUresult {name}\((.*?)\)", text, re.MULTILINE)
+    assert match is not None, name
+    declared = (each.removeprefix("const ") for each in match[1].split(", ") if each)
+    return [each.rpartition(" ")[0].replace(" *", "*") for each in declared]
+
+
+def width(kind: str) -> int:
+    return 8 if kind.endswith("*") else BYTES[kind]
+
+
+@pytest.mark.parametrize("name", libcuda.FUNCTIONS)
+def test_parameters(name: str) -> None:
+    function, declared = libcuda.FUNCTIONS[name], parameters(name)
+    outputs = [] if function.output is None else [ctypes.POINTER(function.output)]
+    kinds = [getattr(each, "_kind", each) for each in (*outputs, *function.inputs)]
+    assert [ctypes.sizeof(each) for each in kinds] == list(map(width, declared))
+    pointee = declared[0].removesuffix("*") if outputs else ""
+    if pointee in BYTES:  # else the caller says how large the memory is, or what is in it
+        assert ctypes.sizeof(function.output) == BYTES[pointee]
+
+
+def test_the_table_in_c() -> None:
+    """What the copy engine says of the functions that it calls."""
+    table = TABLE.read_text()
+    ours = re.findall(r"X\(\w+, (\w+), \((.*?)\)\)", table)
+    assert len(ours) == table.count("\n  X(") > 0
+    for symbol, text in ours:
+        kinds = [each.removeprefix("const ") for each in text.split(", ")]
+        names = {"unsigned": "unsigned int", "CuAddress": "CUdeviceptr"}
+        named = [
+            names.get(each) or re.sub("^Cu(.)", lambda found: f"CU{found[1].lower()}", each)
+            for each in kinds
+        ]
+        declared = parameters(symbol.removesuffix("_v2"))
+        assert list(map(width, named)) == list(map(width, declared)), symbol
+        assert [each.count("*") for each in named] == [each.count("*") for each in declared], symbol
 
 
 @pytest.mark.parametrize("name", CONSTANTS)
