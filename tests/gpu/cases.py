@@ -70,6 +70,12 @@ def make_files(directory: str) -> None:
     tied = torch.randn(WIDTH, WIDTH)
     aliases = {"a": tied, "b": tied, "row": tied[3], "transposed": tied.t()}
     torch.save(aliases, _path(directory, "aliases.pt"))
+    torch.save(_recurrent().state_dict(), _path(directory, "recurrent.pt"))
+
+
+def _recurrent(**where: Any) -> nn.LSTM:
+    """Of 14 MB."""
+    return nn.LSTM(256, 512, num_layers=2, **where)
 
 
 def _path(directory: str, name: str) -> str:
@@ -432,6 +438,27 @@ def cudnn(directory: str) -> Result:
     has_cudnn = torch.backends.cudnn.is_available()
     seen = {"output": _digest(output), "is_close": is_close, "has_cudnn": has_cudnn}
     return seen | {"_shared": _share([weight])}
+
+
+@case
+def cudnn_moves_recurrent_weights(directory: str) -> Result:
+    """It wants them in one piece of memory, copies them there, and puts the parameters on it."""
+    path = _path(directory, "recurrent.pt")
+    x = torch.linspace(-1, 1, 8 * 4 * 256, device="cuda").reshape(8, 4, 256)
+    assigned, loaded, moved = _recurrent(device="meta"), _recurrent(device="cuda"), _recurrent()
+    assigned.load_state_dict(torch.load(path, map_location="cuda"), assign=True)
+    shared = _share(assigned.parameters())
+    loaded.load_state_dict(torch.load(path, map_location="cuda"))
+    moved.load_state_dict(torch.load(path))
+    moved.to("cuda")
+    with torch.no_grad():
+        outputs = [_digest(each(x)[0]) for each in (assigned, loaded, moved)]
+        assigned.flatten_parameters()
+        outputs.append(_digest(assigned(x)[0]))
+        assigned.bias_hh_l0.add_(1)
+    weights = [_seen(each.state_dict()) for each in (assigned, loaded, moved)]
+    again = _seen(torch.load(path, map_location="cuda"))
+    return {"outputs": outputs, "weights": weights, "again": again, "_shared": shared}
 
 
 @case
