@@ -142,6 +142,17 @@ def test_output_that_is_no_file_is_left_alone(capsys: pytest.CaptureFixture[str]
     assert "'/dev/null' is a device or a pipe, not a file\n" in capsys.readouterr().err
 
 
+def test_output_through_a_link_to_nowhere_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = tmp_path / "load.png"
+    link.symlink_to(tmp_path / "nowhere" / "load.png")
+    with pytest.raises(SystemExit) as end:
+        main(["batch", "plot", "load", "--line", "2,20", "-o", str(link)])
+    assert end.value.code == Exit.USAGE
+    assert "there is no such directory\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", NEEDS_DAEMON, ids=" ".join)
 def test_without_a_daemon_status_3_and_none_is_started(
     words: tuple[str, ...],

@@ -385,6 +385,14 @@ def saved(tmp_path: Path) -> str:
     return path
 
 
+def test_a_saved_profile_that_is_a_link_stays_one(saved: str, tmp_path: Path) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to(saved)
+    save_staged_profile(link, SavedStages({8: ({1: 1e6},)}, 1))
+    assert link.is_symlink()
+    assert list(load_saved_stages(saved).latencies_ns) == [8]
+
+
 def test_a_plot_is_a_picture(
     saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

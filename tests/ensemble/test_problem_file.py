@@ -30,6 +30,14 @@ def saved(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_link_stays_one(saved: Path) -> None:
+    link = saved.with_name("link.json")
+    link.symlink_to(saved.name)
+    save_problem(link, random_problem(Random(2), devices=3, members=3))
+    assert link.is_symlink()
+    assert len(load_problem(saved).devices) == 3
+
+
 def test_there_and_back(saved: Path) -> None:
     problem, found = random_problem(Random(1), devices=2, members=3), load_problem(saved)
     assert list(found.devices) == list(problem.devices)

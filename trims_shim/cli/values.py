@@ -61,7 +61,7 @@ def line(text: str) -> tuple[float, float]:
 
 def output(text: str) -> str:
     """A file that can be written; checked before minutes of work begin."""
-    directory = os.path.dirname(text) or "."
+    directory = os.path.dirname(os.path.realpath(text))  # where the temporary file will be
     if not os.path.isdir(directory):
         raise argparse.ArgumentTypeError(f"{text!r}: there is no such directory")
     if os.path.isdir(text):

@@ -23,7 +23,7 @@ _MOST_BYTES = 1 << 60
 
 
 def save_problem(path: str | os.PathLike[str], problem: Problem) -> None:
-    """Write or replace a file. Raises OSError."""
+    """Write or replace a file; a link stays one. Raises OSError."""
     members = {
         name: {
             kind: dataclasses.asdict(footprint) | _latencies(profile.latencies.get(kind), problem)
@@ -32,7 +32,7 @@ def save_problem(path: str | os.PathLike[str], problem: Problem) -> None:
         for name, profile in problem.members.items()
     }
     _FORMAT.write(
-        path,
+        os.path.realpath(path),
         {
             "batch_sizes": list(problem.batch_sizes),
             "devices": [dataclasses.asdict(device) for device in problem.devices],

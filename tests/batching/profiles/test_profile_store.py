@@ -50,8 +50,36 @@ def test_what_is_written_is_read(path: Path) -> None:
     assert load_profile(path) == expected
     save_profile(path, dataclasses.replace(SAVED, pads=True))
     assert load_profile(path).latency_ns(2) == 12e6
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_file_of_the_users_has_the_mode_of_any_file_and_keeps_its_own(path: Path) -> None:
+    umask = os.umask(0o027)
+    try:
+        save_profile(path, SAVED)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640
+        path.chmod(0o664)
+        save_profile(path, SAVED)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o664
+    finally:
+        os.umask(umask)
+
+
+def test_a_users_link_stays_one_and_one_among_kept_profiles_is_replaced(
+    path: Path, store: ProfileStore
+) -> None:
+    target = path.with_name("target.json")
+    path.symlink_to(target)
+    for _ in "new", "old":
+        save_profile(path, SAVED)
+        assert path.is_symlink()
+        assert load_saved(target) == SAVED
+    kept = Path(store.path("f"))
+    kept.parent.mkdir()
+    kept.symlink_to(target)
+    assert store.save("f", None, SAVED)
+    assert not kept.is_symlink()
+    assert load_saved(target) == SAVED
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(

@@ -1,6 +1,7 @@
 """The JSON in which profiles are kept: one reader and one writer for all kinds of them.
 
 A file is written under another name and then renamed, so a reader sees the old one or the new one.
+It has the mode of the old one, or that of any new file.
 Content is not trusted: whatever is wrong with it is a FormatError.
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
+import secrets
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +34,7 @@ class JsonFormat:
     command: str
 
     def write(self, path: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
-        """Write or replace the file at ``path``, for its owner. Raises OSError."""
+        """Write or replace the file at ``path``, also a link. Raises OSError."""
         whole = {"format": self.name, "version": self.version, **fields}
         _replace(os.fspath(path), json.dumps(whole, indent=1) + "\n")
 
@@ -62,14 +64,16 @@ class JsonFormat:
 
 
 def _replace(path: str, text: str) -> None:
-    directory = os.path.dirname(path) or "."
-    number, temporary = tempfile.mkstemp(prefix=".profile-", dir=directory)
+    # Not by tempfile, whose files are for their owner only.
+    temporary = os.path.join(os.path.dirname(path), f".profile-{secrets.token_hex(8)}")
     try:
-        with open(number, "w", encoding="utf-8") as file:
+        with open(temporary, "x", encoding="utf-8") as file:
+            with contextlib.suppress(OSError):  # none yet, or a file system without modes
+                os.fchmod(file.fileno(), stat.S_IMODE(os.stat(path).st_mode))
             file.write(text)
         os.replace(temporary, path)
     except BaseException as error:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             os.unlink(temporary)
         if isinstance(error, OSError):
             raise OSError(error.errno, error.strerror, path) from error

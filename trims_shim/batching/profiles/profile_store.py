@@ -68,7 +68,11 @@ class SavedProfile:
 
 
 def save_profile(path: str | os.PathLike[str], saved: SavedProfile) -> None:
-    """Write or replace the file at ``path``, for its owner. Raises OSError."""
+    """Write or replace a user's file; a link stays one. Raises OSError."""
+    _write(os.path.realpath(path), saved)
+
+
+def _write(path: str, saved: SavedProfile) -> None:
     fields = {
         "name": saved.name,
         "key": saved.key,
@@ -146,7 +150,7 @@ class ProfileStore:
             # last directory only, so the one above is made by itself.
             os.makedirs(os.path.dirname(self.directory), mode=0o700, exist_ok=True)
             os.makedirs(self.directory, mode=0o700, exist_ok=True)
-            save_profile(self.path(name, key), whole)
+            _write(self.path(name, key), whole)
             self._prune()
         except OSError as error:
             self._warn(f"the latency profile of {name} is not kept: {error}")

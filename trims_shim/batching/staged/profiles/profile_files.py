@@ -97,7 +97,7 @@ class SavedStages:
 
 
 def save_staged_profile(path: str | os.PathLike[str], saved: SavedStages) -> None:
-    """Write or replace the file at ``path``, readable by its owner only. Raises OSError."""
+    """Write or replace a user's file; a link stays one. Raises OSError."""
     fields = {
         "name": saved.name,
         "machine": saved.machine,
@@ -112,7 +112,7 @@ def save_staged_profile(path: str | os.PathLike[str], saved: SavedStages) -> Non
             )
         ],
     }
-    _FORMAT.write(path, fields)
+    _FORMAT.write(os.path.realpath(path), fields)
 
 
 def _described(
