@@ -328,6 +328,8 @@ def test_other_arguments_are_refused(path: str, batch: tuple[Any, ...], message:
     save(sample("perceptron"))(Path(path))
     with pytest.raises(ValueError, match=message):
         slice_onnx(path, 2)(*batch)
+    with pytest.raises(ValueError, match=rf"^{re.escape(path)}: the model {message}"):
+        slice_onnx(path, 2, example=batch)
 
 
 # --- in use ---------------------------------------------------------------------------------------

@@ -132,7 +132,8 @@ def observe(graph: OnnxGraph, make_session: MakeSession, example: Any) -> Observ
             return observed
     raise StagingError(
         f"the model cannot be run with batches of 2 and of 3: {reason}; export "
-        "it with a dynamic batch axis, the first of its inputs, and give an `example`"
+        "it with a dynamic batch axis, the first of its inputs, and give a batch of them as "
+        "`example`"
     )
 
 

@@ -125,11 +125,13 @@ class TracedOnnx:
 
 @contextlib.contextmanager
 def _naming(path: str) -> Iterator[None]:
-    """Let what is wrong with a model say which model it is."""
+    """Let what is wrong with a model, or for it, say which model it is."""
     try:
         yield
     except StagingError as error:
         raise StagingError(f"{path}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 # --- the optimised model --------------------------------------------------------------------------
