@@ -438,12 +438,13 @@ MEMBERS = [Member("a", members.row_sums), Member("b", members.row_sums)]
         (MEMBERS, {"allocation": Allocation(((8, 8), (8, 8)))}, "a row for each of 1 devices"),
         (MEMBERS, {"allocation": Allocation(((8, 0),))}, "member 'b' has no worker"),
         (MEMBERS, {"allocation": Allocation(((8, -1),))}, "negative"),
+        (MEMBERS, {"allocation": ((8, 8),)}, "such as Allocation"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_starts(
     given: Any, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         Ensemble(given, devices=["cpu"], **options)
 
 

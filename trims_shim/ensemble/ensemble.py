@@ -105,6 +105,11 @@ class Ensemble:
         cannot find, MemberFailed if a member cannot be loaded, OSError if no process can be
         started.
         """
+        if not isinstance(allocation, Allocation | None):
+            raise TypeError(
+                f"allocation is {allocation!r}; give an Allocation, such as "
+                "Allocation(((8, 0), (0, 16)))"
+            )
         self.members = tuple(members)
         _check(self.members, segment_size, max_segments, restarts)
         self.devices = _found(devices, allocation)
