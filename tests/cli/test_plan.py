@@ -180,6 +180,16 @@ def test_groups_as_a_table_and_as_json(tmp_path: Path, capsys: pytest.CaptureFix
     assert printed(capsys, "herd", str(path), "--of-paper")["burst_tolerance"] == pytest.approx(4)
 
 
+def test_a_group_that_its_demand_overloads_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "herd.toml"
+    path.write_text(HERD.replace("rate_qps = 150", "rate_qps = 1500"))
+    assert main(["plan", "herd", str(path)]) == Exit.OK
+    out = capsys.readouterr().out
+    assert re.findall("Group (.) has too few devices for its average demand\n", out) == ["1"]
+
+
 def test_json_has_null_where_no_number_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,9 +92,12 @@ def herd(arguments: argparse.Namespace) -> Exit:
         )
         for number, group in enumerate(plan.groups, start=1)
     ]
-    print(table(titles, rows, right=("DEVICES", "NEEDED")))
+    print(table(titles, rows, right=("DEVICES", "NEEDED")) + "\n")
+    for number, group in enumerate(plan.groups, start=1):
+        if group.needed > group.devices:
+            print(f"Group {number} has too few devices for its average demand")
     print(
-        f"\nA burst may be {plan.burst_tolerance:.4g} times a stream's average; least slack of a "
+        f"A burst may be {plan.burst_tolerance:.4g} times a stream's average; least slack of a "
         f"group: {plan.slack:.3g}"
     )
     return Exit.OK
