@@ -766,7 +766,7 @@ def test_drain_and_close_have_an_end() -> None:
     batcher = greedy(gate)
     future = batcher.submit(1)
     gate.wait_entered()
-    with pytest.raises(TimeoutError, match="still open"):
+    with pytest.raises(TimeoutError, match=r"still open after 0.01 s: 1 in .* that run, 0 queued$"):
         batcher.drain(0.01)
     with pytest.raises(TimeoutError):
         batcher.close(timeout_s=0.01)
@@ -1146,6 +1146,27 @@ def test_what_is_learned_is_kept_for_the_next_batcher_of_that_name() -> None:
             for item in range(12):
                 batcher(item)
             assert batcher.profile.latency_ns(1) > 1_000_000
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_what_is_learned_is_kept_by_draining(is_awaited: bool) -> None:
+    """By a server that ends by a signal, as uvicorn does, nothing is kept at its end."""
+
+    def slow(items: list[int]) -> list[int]:
+        time.sleep(0.002)
+        return items
+
+    name = f"test_batcher.drained-{is_awaited}"
+    with greedy(slow, name=name) as batcher:
+        for item in range(12):
+            batcher(item)
+        if is_awaited:
+            asyncio.run(batcher.adrain())
+        else:
+            batcher.drain()
+        with greedy(slow, name=name) as next_one:
+            assert next_one.profile.latency_ns(1) > 1_000_000
+        batcher(1)
 
 
 def test_a_profile_that_is_asked_for_before_the_first_request() -> None:

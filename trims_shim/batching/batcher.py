@@ -487,9 +487,11 @@ class Batcher(Generic[Item, Result, Piece]):
     def drain(self, timeout_s: float | None = None) -> None:
         """Wait until all requests made until now are answered. Raises TimeoutError.
 
-        Meanwhile the policy does not wait for further requests, but they may be made.
+        Meanwhile the policy does not wait for further requests, but they may be made. What was
+        learned is saved then, as by :meth:`close`.
         """
         self._engine.wait(None if timeout_s is None else patience_s("timeout_s", timeout_s))
+        self._engine.keep()
 
     def close(self, *, cancel: bool = False, timeout_s: float | None = None) -> None:
         """Take no more requests, and wait until all open ones are answered.
@@ -503,11 +505,12 @@ class Batcher(Generic[Item, Result, Piece]):
     async def adrain(self) -> None:
         """As :meth:`drain`; awaits."""
         await _aio().settled(self._engine)
+        self._engine.keep()
 
     async def aclose(self, *, cancel: bool = False) -> None:
         """As :meth:`close`; awaits."""
         self._engine.close(cancel=cancel)
-        await self.adrain()
+        await _aio().settled(self._engine)
         self._engine.rest()
 
     def __enter__(self) -> Self:

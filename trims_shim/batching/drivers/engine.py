@@ -189,8 +189,10 @@ class Engine:
         done = Seat()
         self.watch(done.wake)
         if not done.sleep(-1.0 if timeout_s is None else max(0.0, timeout_s)):
+            stats = self.stats()
             raise TimeoutError(
-                f"{self.function.name}: requests are still open after {timeout_s} s: {self.stats()}"
+                f"{self.function.name}: requests are still open after {timeout_s} s: "
+                f"{stats.running} in batches that run, {stats.queued} queued"
             )
 
     def check_may_end(self) -> None:
@@ -216,6 +218,10 @@ class Engine:
         """It is closed and all is settled: let threads end, and keep what was learned."""
         for dispatch in self.dispatches():
             dispatch.rest()
+        self.keep()
+
+    def keep(self) -> None:
+        """Save what was learned for the next process."""
         self.options.learning.save()
 
     def finish(self, timeout_s: float) -> None:
