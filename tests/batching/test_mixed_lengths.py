@@ -57,12 +57,11 @@ def test_short_items_go_with_a_long_one_where_that_is_quicker() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"collate": Pad(buckets=(4, 16), mixes=False)},
         {"collate": Pad(buckets=(4, 16), mask=None)},
         {"collate": Pad(buckets=(4, 16)), "policy": "immediate"},
         {"collate": Pad(buckets=(4, 16)), "policy": "early_drop", "slo_ms": 60_000},
     ],
-    ids=["told not to", "no mask", "never waits", "early drop"],
+    ids=["no mask", "never waits", "early drop"],
 )
 def test_each_length_by_itself(options: dict[str, Any]) -> None:
     def make(held: Held) -> Batcher:
@@ -79,12 +78,11 @@ ALONE = LatencyProfile.linear(20, 0.01, max_batch_size=8)
     ("collate", "options", "expected"),
     [
         (Pad(), {}, [(1, 9), (2, 3)]),
-        (Pad(mixes=False), {}, [(3, 9)]),
         (Pad(mask=None), {}, [(3, 9)]),
         (Pad(), {"policy": "immediate"}, [(3, 9)]),
         (Pad(), {"policy": "early_drop", "slo_ms": 60_000}, [(3, 9)]),
     ],
-    ids=["default", "told not to", "no mask", "never waits", "early drop"],
+    ids=["default", "no mask", "never waits", "early drop"],
 )
 def test_without_buckets_lengths_are_told_apart_where_the_policy_can_bring_them_together(
     collate: Pad, options: dict[str, Any], expected: list[tuple[int, int]]

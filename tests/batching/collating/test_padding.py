@@ -104,9 +104,7 @@ class _OwnPad(Pad):
     """Its keys may be anything."""
 
 
-@pytest.mark.parametrize(
-    "pad", [Pad(mask=None), Pad(mixes=False), Pad(buckets=(4, 8)), _OwnPad()], ids=repr
-)
+@pytest.mark.parametrize("pad", [Pad(mask=None), Pad(buckets=(4, 8)), _OwnPad()], ids=repr)
 def test_who_must_not_share_a_batch_with_others_has_no_classes(pad: Pad) -> None:
     assert collate_of(pad, by_length=True) is pad
 

@@ -54,12 +54,12 @@ class Pad:
     Batches are padded to their longest item, rounded up to a multiple of ``multiple``. Under the
     default policies items of similar length share a batch. Others join them if more requests are in
     time then, or all waiting ones are answered sooner. Under other policies all lengths share one
-    batch. So they do with ``mask=None``, because then a model cannot tell items from padding.
+    batch. So they do with ``mask=None``: give buckets for a model that sees the padding.
 
     ``buckets`` are the lengths to pad to; an item longer than the largest is refused with a
     ValueError. Items of one bucket share a batch. Under the default policies others join them, as
-    above; never with ``mixes=False`` or ``mask=None``. With ``multiple``, buckets only say which
-    items share a batch; fewer values are computed then, in more shapes.
+    above; never with ``mask=None``. With ``multiple``, buckets only say which items share a batch;
+    fewer values are computed then, in more shapes.
 
     With ``unpad``, results are cut to their item's length along ``axis``: all of them, or the
     fields or positions that it names. It is a BadBatch if they do not have the padded length there.
@@ -72,7 +72,6 @@ class Pad:
     mask: str | None = "attention_mask"
     fields: Collection[Any] | None = None
     unpad: bool | Collection[Any] = False
-    mixes: bool = True
     _has_classes: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -100,7 +99,7 @@ class Pad:
 
     def with_classes(self) -> Pad:
         """The same with lengths in its keys, for policies that mix lengths where it pays."""
-        if type(self) is not Pad or self.buckets or self.mask is None or not self.mixes:
+        if type(self) is not Pad or self.buckets or self.mask is None:
             return self
         found = replace(self)
         object.__setattr__(found, "_has_classes", True)
@@ -122,7 +121,7 @@ class Pad:
             return OpenBucket(_class_of(self._rounded(length)))
         if self.buckets is None:
             return None
-        kind = OpenBucket if self.mixes and self.mask is not None else Bucket
+        kind = Bucket if self.mask is None else OpenBucket
         return kind(self._bucket_length(length))
 
     def join(self, items: Sequence[Any]) -> Any:
