@@ -7,7 +7,12 @@ import os
 from typing import Any
 
 from trims_shim.batching.profiles.profile import LatencyProfile
-from trims_shim.batching.profiles.profile_json import LARGEST_SIZE, JsonFormat, latencies_of
+from trims_shim.batching.profiles.profile_json import (
+    LARGEST_SIZE,
+    JsonFormat,
+    latencies_of,
+    target_of,
+)
 from trims_shim.ensemble.allocation import Device, Footprint, MemberProfile, Problem
 from trims_shim.errors import CorruptFile
 
@@ -32,7 +37,7 @@ def save_problem(path: str | os.PathLike[str], problem: Problem) -> None:
         for name, profile in problem.members.items()
     }
     _FORMAT.write(
-        os.path.realpath(path),
+        target_of(path),
         {
             "batch_sizes": list(problem.batch_sizes),
             "devices": [dataclasses.asdict(device) for device in problem.devices],

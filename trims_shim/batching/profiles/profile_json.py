@@ -18,7 +18,7 @@ from typing import Any
 
 from trims_shim.errors import CorruptFile, TruncatedFile, UnsupportedFormat
 
-__all__ = ["LARGEST_SIZE", "JsonFormat", "largest_of", "latencies_of"]
+__all__ = ["LARGEST_SIZE", "JsonFormat", "largest_of", "latencies_of", "target_of"]
 
 _LIMIT_BYTES = 4 << 20
 LARGEST_SIZE = 1 << 16
@@ -61,6 +61,11 @@ class JsonFormat:
                 f"{self.version}; measure it anew with `{self.command}`"
             )
         return fields
+
+
+def target_of(path: str | os.PathLike[str]) -> str:
+    """The file that a user means: a link is to stay one."""
+    return os.path.realpath(path) if os.path.islink(path) else os.fspath(path)
 
 
 def _replace(path: str, text: str) -> None:

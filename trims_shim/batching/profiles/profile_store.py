@@ -19,7 +19,12 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
 from trims_shim.batching.profiles.profile import LatencyProfile
-from trims_shim.batching.profiles.profile_json import JsonFormat, largest_of, latencies_of
+from trims_shim.batching.profiles.profile_json import (
+    JsonFormat,
+    largest_of,
+    latencies_of,
+    target_of,
+)
 from trims_shim.config import Config
 from trims_shim.errors import CorruptFile, FormatError
 
@@ -69,7 +74,7 @@ class SavedProfile:
 
 def save_profile(path: str | os.PathLike[str], saved: SavedProfile) -> None:
     """Write or replace a user's file; a link stays one. Raises OSError."""
-    _write(os.path.realpath(path), saved)
+    _write(target_of(path), saved)
 
 
 def _write(path: str, saved: SavedProfile) -> None:

@@ -13,7 +13,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trims_shim.batching.profiles.profile import LatencyProfile
-from trims_shim.batching.profiles.profile_json import JsonFormat, largest_of, latencies_of
+from trims_shim.batching.profiles.profile_json import (
+    JsonFormat,
+    largest_of,
+    latencies_of,
+    target_of,
+)
 from trims_shim.batching.staged.profiles.diversity import Diversity, preferred_size
 from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.errors import CorruptFile
@@ -112,7 +117,7 @@ def save_staged_profile(path: str | os.PathLike[str], saved: SavedStages) -> Non
             )
         ],
     }
-    _FORMAT.write(os.path.realpath(path), fields)
+    _FORMAT.write(target_of(path), fields)
 
 
 def _described(
