@@ -42,9 +42,9 @@ A setting's value comes from the first of these that has one:
    (`host_bytes = "8GiB"`);
 4. the default.
 
-`trims info` shows each value and where it comes from. If a `TRIMS_*` variable is unknown or its
-value unclear, the program runs without the shim, with one warning, and `trims` commands that need
-the cache end with status 2.
+`trims info` shows each value and where it comes from. If a `TRIMS_*` variable or a key is unknown
+or its value unclear, the program runs without the shim, with one warning, and `trims` commands
+that need the cache end with status 2.
 
 - **When it is read.** A process reads its settings once, when it imports `trims_shim`. Settings
   marked *daemon* are read when the daemon starts: `trims stop` to apply a change. (Batchers and

@@ -419,9 +419,7 @@ class Config:
             try:
                 self._values[name] = setting.parse(text)
             except ConfigError as error:
-                raise ConfigError(
-                    f"{setting.variable} ({self.source(name)}): {error}; see `trims info`"
-                ) from None
+                raise ConfigError(f"{self._place(setting)}: {error}; see `trims info`") from None
 
     def __getattr__(self, name: str) -> Any:
         # Names with an underscore are slots not set yet (copy, pickle), never settings.
@@ -431,6 +429,14 @@ class Config:
         if name not in self._values:
             self._values[name] = _BY_NAME[name].parse(_BY_NAME[name].default)
         return self._values[name]
+
+    def _place(self, setting: Setting) -> str:
+        """Where a value is to be mended."""
+        source = self.source(setting.name)
+        if source == "argument":
+            return f"argument {setting.name}"
+        is_of_file = os.sep in source
+        return f"key {setting.name} in {source}" if is_of_file else setting.variable
 
     def source(self, name: str) -> str:
         """Return the source of a setting's value."""
@@ -497,7 +503,7 @@ def load(environment: Mapping[str, str] | None = None, **arguments: str) -> Conf
             texts[name], sources[name] = text, f"environment {variable}"
     for name, text in arguments.items():
         _check_known(name, f"argument {name}")
-        texts[name], sources[name] = _as_text(text), "argument"
+        texts[name], sources[name] = _as_text(name, text), "argument"
     return Config(
         texts,
         sources,
@@ -538,7 +544,7 @@ def _read_file(path: str) -> dict[str, str]:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     for name in table:
         _check_known(name, f"key {name} in {path}")
-    return {name: _as_text(value) for name, value in table.items()}
+    return {name: _as_text(name, value) for name, value in table.items()}
 
 
 def load_toml(file: BinaryIO) -> dict[str, Any]:
@@ -551,10 +557,11 @@ def load_toml(file: BinaryIO) -> dict[str, Any]:
     return table
 
 
-def _as_text(value: object) -> str:
-    if isinstance(value, bool):
+def _as_text(name: str, value: object) -> str:
+    """As in the environment; what is of another type than the setting becomes no value of it."""
+    if isinstance(value, bool) and _BY_NAME[name].parse is _boolean:
         return "1" if value else "0"
-    if isinstance(value, list):
+    if isinstance(value, list) and name == "patches":
         return ",".join(str(item) for item in value)
     return str(value)
 
@@ -565,5 +572,6 @@ def _check_known(name: str, what: str) -> None:
     from trims_shim.suggestions import did_you_mean
 
     spell = _variable if what.startswith("environment") else str
-    hint = did_you_mean(name, _BY_NAME, spell=spell) or "; `trims info` lists all settings"
+    near = did_you_mean(name.lower().removeprefix("trims_"), _BY_NAME, spell=spell)
+    hint = near or "; `trims info` lists all settings"
     raise ConfigError(f"{what} is not a setting of trims_shim{hint}")
