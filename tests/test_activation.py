@@ -124,7 +124,8 @@ def test_log_file_that_cannot_be_written_fails_no_load(run: Run, tmp_path: Path)
     assert "(small_file)" in file.read_text()
     done = run(load, **settings, TRIMS_LOG_FILE=str(tmp_path / "nosuch" / "log"))
     (line,) = done.stderr.splitlines()
-    assert "(small_file) (TRIMS_LOG_FILE: [Errno 2] No such file" in line
+    assert "(small_file): " in line
+    assert "(TRIMS_LOG_FILE: [Errno 2] No such file" in line
     gone = (
         f"import os; os.chdir({str(tmp_path)!r})\nos.mkdir('x'); os.chdir('x'); os.rmdir('../x')\n"
     )

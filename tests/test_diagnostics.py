@@ -95,6 +95,16 @@ def test_expected_reasons_are_counted_and_never_warned_about(
     assert diagnostics.stats().fallbacks == {reason: 1}
 
 
+def test_expected_reasons_are_explained_for_who_asks(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "trims_shim"):
+        diagnostics.fallback("daemon_unavailable", ValueError("no room"), what="/model")
+        diagnostics.fallback("not_a_file", what="/model")
+    assert [each.getMessage().partition(" is used ")[2] for each in caplog.records] == [
+        "(daemon_unavailable): no room",
+        "(not_a_file)",
+    ]
+
+
 def test_counters_are_reported_once() -> None:
     diagnostics.count("served", "x", amount=2)
     assert diagnostics.take_unreported() == {"served:x": 2}

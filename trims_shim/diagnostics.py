@@ -147,7 +147,8 @@ def fallback(reason: str, error: BaseException | None = None, *, what: str = "")
     pass_on(error)
     count("fallback", reason)
     if reason in EXPECTED_REASONS:
-        log(logging.DEBUG, "%s: the framework's own loader is used (%s)", what, reason)
+        why = f": {error}" if error is not None else ""
+        log(logging.DEBUG, "%s: the framework's own loader is used (%s)%s", what, reason, why)
         return
     if reason in _warned:
         return
