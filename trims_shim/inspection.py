@@ -29,7 +29,7 @@ from trims_shim.client.cache import Cache, cache
 from trims_shim.config import Config
 from trims_shim.daemon.prepared import directory as prepared_directory
 from trims_shim.daemon.prepared.directory import PreparedSettings
-from trims_shim.errors import ConfigError, PatchError, TrimsError
+from trims_shim.errors import ConfigError, DaemonUnavailable, PatchError, TrimsError
 from trims_shim.memory import copying_native
 from trims_shim.memory.limits import machine_bytes, memory_limit_bytes
 from trims_shim.memory.nvml import INSTALL, is_installed
@@ -192,13 +192,18 @@ class SocketStatus:
 
 @dataclass(frozen=True, slots=True)
 class DaemonStatus:
-    """Whether a daemon answers, and whether it was started with the settings of this process."""
+    """Whether a daemon answers, and whether it was started with the settings of this process.
+
+    ``is_own``: it is this user's, or none is there. ``can_start``: a load would start one.
+    """
 
     is_running: bool
     pid: int
     package: str
     protocol: int
     has_same_settings: bool
+    is_own: bool
+    can_start: bool
     problem: str
 
 
@@ -269,7 +274,7 @@ def _look(the_cache: Cache, problems: tuple[str, ...]) -> Description:
         wrappers=tuple(_wrappers()),
         memory=_memory(),
         device=_device(settings),
-        prepared=_prepared(settings),
+        prepared=_prepared(the_cache),
         remote=_remote(settings),
         socket=_socket(the_cache.endpoint),
         daemon=_daemon(the_cache),
@@ -445,10 +450,12 @@ def _unfit(devices: tuple[DeviceFound, ...], settings: Config) -> str:
     return ""
 
 
-def _prepared(settings: Config) -> PreparedSupport:
-    found = PreparedSettings.of(settings)
+def _prepared(the_cache: Cache) -> PreparedSupport:
+    found = PreparedSettings.of(the_cache.config)
     budget_bytes = spare_bytes = 0
     problem = found.problem or prepared_directory.examine(found.directory)
+    if not _is_own(the_cache.endpoint):
+        problem = "the daemon is another user's, and prepares models for that one only"
     try:
         space = prepared_directory.space_of(found.directory)
         budget_bytes, spare_bytes = found.budget.of(space.total_bytes), space.spare_bytes
@@ -493,15 +500,32 @@ def _daemon(the_cache: Cache) -> DaemonStatus:
     try:
         welcome = the_cache.welcome()
     except TrimsError as error:
-        return DaemonStatus(False, 0, "", 0, False, str(error))
+        # Any other error than these is of a daemon that is there, or of a directory.
+        is_missing = type(error) is DaemonUnavailable and not the_cache.endpoint.unwritable_place()
+        return DaemonStatus(
+            is_running=False,
+            pid=0,
+            package="",
+            protocol=0,
+            has_same_settings=False,
+            is_own=_is_own(the_cache.endpoint),
+            can_start=is_missing and the_cache.config.autostart,
+            problem=str(error),
+        )
     return DaemonStatus(
         is_running=True,
         pid=welcome.pid,
         package=welcome.package,
         protocol=welcome.protocol,
         has_same_settings=welcome.config_hash == the_cache.config.daemon_hash(),
+        is_own=_is_own(the_cache.endpoint),
+        can_start=False,
         problem="",
     )
+
+
+def _is_own(endpoint: Endpoint) -> bool:
+    return endpoint.owner() in (None, os.geteuid())
 
 
 def _limits() -> LimitStatus:

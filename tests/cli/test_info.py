@@ -77,7 +77,7 @@ def test_the_verdict_comes_first(warmed: Trims, trims: Trims) -> None:
     off = {"TRIMS_ENABLED": "0", "TRIMS_AUTOSTART": "0"}
     idle = verdict(trims("info", TRIMS_SOCKET_DIR=str(trims.sockets / "other"), **off).stdout)
     assert idle["shim"].startswith("inactive; ")
-    assert idle["daemon"] == "none runs; none is started"
+    assert idle["daemon"] == "none answers; no load starts one"
     assert verdict(trims("info", TRIMS_STRIKT="1").stdout)["shim"].startswith("inactive; ")
 
 

@@ -99,6 +99,39 @@ def test_what_may_be_read_is_served(shared: World) -> None:
     assert len(shared.status().images) == 1
 
 
+COMMANDS = """
+import contextlib, io
+# Whatever has to be imported: see above.
+from trims_shim.cli import images, info, main, status
+def trims(*words):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main.main(list(words))
+    return [code, " ".join(out.getvalue().split()), err.getvalue()]
+trims("info"), trims("evict", "abcdef")
+cache_module.cache().close()
+"""
+
+
+def test_what_the_commands_tell_the_group(shared: World) -> None:
+    """No advice that only the daemon's user can follow, and no failure of what was done."""
+    path = shared.file(1)
+    os.chmod(path, 0o644)
+    said = shared.run(
+        TRY + COMMANDS + AS_NOBODY + f"data(open_file({path!r})), cache().close()\n"
+        f"say([trims('status'), trims('info'), trims('evict', {path!r}), trims('ls')])\n",
+        host_bytes="1G",
+    )
+    (_, status, _), (_, info, _), (code, evicted, error), (_, listed, _) = said
+    assert path in status
+    assert "`trims stop`" not in status + info
+    assert "another user's, with settings of its own" in info
+    assert "off: the daemon is another user's" in info
+    assert (code, error) == (0, "")
+    assert evicted.startswith("evicted 1 image, ")
+    assert path not in listed
+
+
 def test_what_may_not_be_read_is_not_served(shared: World) -> None:
     """The image is resident, but no descriptor that nobody can get proves a right to it."""
     secret, public = shared.file(1, name="secret.bin"), shared.file(2)

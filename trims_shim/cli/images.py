@@ -23,6 +23,7 @@ from trims_shim.cli.status import ask
 from trims_shim.cli.text import behind_name, counted, print_json, size
 from trims_shim.client.cache import cache
 from trims_shim.errors import (
+    AccessDenied,
     ConfigError,
     DaemonUnavailable,
     DriverFailure,
@@ -261,7 +262,7 @@ def _evict(name: str, tier: str) -> tuple[admin.EvictImageReply, admin.EvictPrep
         admin.EvictImageReply((), 0),
         admin.EvictPreparedReply((), 0),
     )
-    unknown = []
+    unknown: list[TrimsError] = []
     try:
         images = cache().request(admin.EvictImageRequest(name, tier))
     except UnknownImage as error:
@@ -269,7 +270,7 @@ def _evict(name: str, tier: str) -> tuple[admin.EvictImageReply, admin.EvictPrep
     if not tier:
         try:
             prepared = cache().request(admin.EvictPreparedRequest(name))
-        except UnknownImage as error:
+        except (UnknownImage, AccessDenied) as error:  # another user's daemon prepares none for us
             unknown.append(error)
     if len(unknown) == (1 if tier else 2):
         raise unknown[0]

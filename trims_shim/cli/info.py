@@ -53,12 +53,11 @@ _STATES = {
 
 def _in_short(found: Description) -> str:
     """What most people want to know; the other sections say why."""
-    settings = {each.name: each.value for each in found.settings}
     counts = Counter(each.state for each in found.patches)
     points = ", ".join(
         f"{counts[state]} {text}" for state, text in _STATES.items() if counts[state]
     )
-    is_on = not found.problems and settings["enabled"] == "1"
+    is_on = counts["off"] < len(found.patches)
     kind = next((each.kind for each in found.memory if each.is_available), "")
     devices = ", ".join(f"cuda:{each.index}" for each in found.device.devices)
     lines = [
@@ -68,9 +67,10 @@ def _in_short(found: Description) -> str:
     ]
     if found.daemon.is_running:
         lines.append(("daemon", f"runs ({found.daemon.pid})"))
+    elif found.daemon.can_start:
+        lines.append(("daemon", "none runs; a load starts one"))
     else:
-        starts = "a load starts one" if settings["autostart"] == "1" else "none is started"
-        lines.append(("daemon", f"none runs; {starts}"))
+        lines.append(("daemon", "none answers; no load starts one"))
     return "in short\n" + _pairs(lines)
 
 
@@ -149,6 +149,8 @@ def _running(daemon: DaemonStatus) -> str:
     if not daemon.is_running:
         return f"not reachable: {daemon.problem}"
     same = "same settings as here" if daemon.has_same_settings else RESTART_HINT
+    if not daemon.is_own:
+        same = "another user's, with settings of its own"
     return f"{daemon.pid}, trims_shim {daemon.package}, protocol {daemon.protocol}; {same}"
 
 

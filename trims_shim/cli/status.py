@@ -44,7 +44,7 @@ __all__ = [
 
 RESTART_HINT = (
     "the daemon-side settings of this shell are not those the daemon was started with (which ones "
-    "differ is not known); `trims stop` lets the next load start it with the new ones"
+    "differ is not known); a daemon that is started anew has them: `trims stop`"
 )
 TITLES = ("DIGEST", "SIZE", "TIER", "LEASES", "HITS", "USED", "NAMES")
 _IMAGES_SHOWN = 20
@@ -188,7 +188,8 @@ def _others(reply: GetStatusReply) -> list[ClientStatus]:
 def _show(reply: GetStatusReply) -> None:
     print("\n".join(headline(reply)))
     print(f"socket    {cache().endpoint.directory}")
-    if reply.config_hash != cache().config.daemon_hash():
+    is_other = reply.config_hash != cache().config.daemon_hash()
+    if is_other and cache().endpoint.owner() == os.geteuid():  # not another's, with settings of his
         print("\n".join(_wrapped(f"note      {RESTART_HINT}")))
     print(f"\n{image_count(reply)}")
     if reply.images:

@@ -81,12 +81,23 @@ class Endpoint:
                 f"shorter path"
             )
 
-    def how_to_start(self) -> str:
-        """Return the advice of errors that report a missing daemon."""
+    def owner(self) -> int | None:
+        """Return the user whose daemon has made the socket; None if there is no socket."""
+        try:
+            return os.stat(self.handover).st_uid
+        except OSError:
+            return None
+
+    def unwritable_place(self) -> str:
+        """Return the directory that keeps this user from starting a daemon; "" if none does."""
         place = self.directory
         while not os.path.lexists(place):
             place = os.path.dirname(place)
-        if not _is_writable(place):
+        return "" if _is_writable(place) else place
+
+    def how_to_start(self) -> str:
+        """Return the advice of errors that report a missing daemon."""
+        if place := self.unwritable_place():
             return (
                 f"you may not write to {place}: whoever may can start one, or set TRIMS_SOCKET_DIR "
                 "to a directory of yours"
