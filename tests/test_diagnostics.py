@@ -52,6 +52,13 @@ def test_a_snapshot_does_not_change() -> None:
     assert stats.events == {}
 
 
+def test_a_warning_names_the_file_once(caplog: pytest.LogCaptureFixture) -> None:
+    diagnostics.fallback("no_space", ValueError("/model: full"), what="/model")
+    assert caplog.messages[0].startswith(
+        "/model: the framework's own loader is used (no_space): full."
+    )
+
+
 def test_an_unexpected_cause_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "trims_shim"):
         for _ in range(3):

@@ -159,7 +159,7 @@ def fallback(reason: str, error: BaseException | None = None, *, what: str = "")
         "%s: the framework's own loader is used (%s): %s. Run `trims info` for details.",
         what or "load",
         reason,
-        error,
+        str(error).removeprefix(f"{what}: "),
     )
 
 

@@ -62,6 +62,7 @@ def test_daemon_serves_in_the_foreground(trims: Trims) -> None:
         _, log = process.communicate(timeout=120)
         assert process.returncode == Exit.OK
         assert f"serves {trims.sockets}" in log
+        assert log.endswith(f"daemon {process.pid} ends: it was stopped\n")
     finally:
         process.kill()
         process.wait()

@@ -78,6 +78,7 @@ def test_the_verdict_comes_first(warmed: Trims, trims: Trims) -> None:
     idle = verdict(trims("info", TRIMS_SOCKET_DIR=str(trims.sockets / "other"), **off).stdout)
     assert idle["shim"].startswith("inactive; ")
     assert idle["daemon"] == "none answers; no load starts one"
+    assert verdict(trims("info", TRIMS_ENABLED="yes").stdout)["shim"].startswith("active; ")
     assert verdict(trims("info", TRIMS_STRIKT="1").stdout)["shim"].startswith("inactive; ")
 
 

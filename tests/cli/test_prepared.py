@@ -155,6 +155,10 @@ def test_lines() -> None:
     assert "1 ONNX model, 1 in preparation, 1 not servable" in third
     assert "0 hits" in fourth
     assert prepared_lines(_reply(problem="no disk")) == ["prepared  no ONNX models: no disk"]
+    long = prepared_lines(_reply(problem="no room " * 20))
+    assert len(long) > 1
+    assert all(len(line) <= 80 for line in long)
+    assert all(line.startswith(" " * 10) for line in long[1:])
     nothing_told = admin.GetStatusReply(
         "1.0", 3, 1, 0, 0, 0.0, "", admin.MemoryStatus("memfd", "", 1, 0, 0, 0), (), ()
     )

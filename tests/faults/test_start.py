@@ -313,6 +313,7 @@ def test_idle_exit_only_without_lease_and_pin(make_world: Any) -> None:
     pinner.request(admin.PinImageRequest(digest, False))
     pinner.close()
     wait_until(lambda: process_state(pid) == "", "idle exit")
+    assert f"daemon {pid} ends: idle for 1 s" in world.log()
     assert not [name for name in os.listdir(world.sockets) if ".sock" in name]
     second = world.run(f"open_file({path!r})\nsay(cache().welcome().pid)\n")
     assert second != pid

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from trims_shim.cli.text import ago, bar, counted, printable, size, table, terminal_width
 from trims_shim.wire.admin import GetStatusReply, PreparedStatus
 
@@ -24,7 +26,10 @@ def prepared_lines(reply: GetStatusReply) -> list[str]:
     if storage is None:
         return []
     if storage.problem:
-        return [f"prepared  no ONNX models: {storage.problem}"]
+        text = f"prepared  no ONNX models: {storage.problem}"
+        return textwrap.wrap(
+            text, 80, subsequent_indent=" " * 10, break_on_hyphens=False, break_long_words=False
+        )
     if not (reply.prepared or any(counts(reply.counters).values())):
         return [f"prepared  no ONNX model yet; there may be {size(storage.budget_bytes)} of them"]
     states = [each.state for each in reply.prepared]

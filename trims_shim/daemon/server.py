@@ -124,6 +124,8 @@ class Server(Daemon):
         try:
             while not self._is_finished():
                 self._turn()
+            why = "it was stopped" if self.is_stopping else f"idle for {self.idle_exit_s:g} s"
+            _logger.info("daemon %d ends: %s", os.getpid(), why)
         finally:
             self.stop()  # A successor need not wait until all memory is given back.
             self._close()
