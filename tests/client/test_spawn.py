@@ -20,7 +20,13 @@ from harness import PATIENCE_S
 from trims_shim.cli.daemon import stop_daemon
 from trims_shim.client import connection, spawn
 from trims_shim.daemon import main as daemon
-from trims_shim.errors import DaemonStartFailed, DaemonTimeout, DaemonUnavailable, TrimsError
+from trims_shim.errors import (
+    DaemonStartFailed,
+    DaemonTimeout,
+    DaemonUnavailable,
+    TrimsError,
+    UnusableSocketDir,
+)
 from trims_shim.wire import handover
 from trims_shim.wire.endpoint import Endpoint
 
@@ -55,6 +61,23 @@ def test_an_interpreter_that_cannot_be_run(
     monkeypatch.setattr(spawn, "_RUNNING", "/no/such/link")
     with pytest.raises(DaemonStartFailed, match="trims daemon"):
         spawn.start(endpoint, timeout_s=5)
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_directory_that_cannot_be_written(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A group has what others may write, but no read-only file system."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    endpoint.create()
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(UnusableSocketDir, match="set TRIMS_SOCKET_DIR") as refused:
+        spawn.start(endpoint, timeout_s=5)
+    monkeypatch.undo()
+    assert ("TRIMS_GROUP" in str(refused.value)) == (number == errno.EACCES)
 
 
 def test_no_process_can_be_started(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,10 +77,11 @@ def start(endpoint: Endpoint, *, timeout_s: float) -> None:
                 raise
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EROFS):
+            is_others = error.errno == errno.EACCES
+            join = "join the group for which it is (TRIMS_GROUP), or " if is_others else ""
             raise UnusableSocketDir(
                 f"no daemon can be reached or started in {endpoint.directory}: {error.strerror}; "
-                "join the group for which it is (TRIMS_GROUP), or set TRIMS_SOCKET_DIR to a "
-                "directory that you may write"
+                f"{join}set TRIMS_SOCKET_DIR to a directory that you may write"
             ) from error
         raise DaemonUnavailable(
             f"the daemon cannot be started in {endpoint.directory}: {error}"
