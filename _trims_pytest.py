@@ -174,7 +174,7 @@ def _activate(config: pytest.Config, run: _Run) -> None:
         _restore(run)
         text = str(error)
         if config.getini("trims_host_bytes"):
-            text = text.replace("environment TRIMS_HOST_BYTES", "ini option trims_host_bytes")
+            text = text.replace("TRIMS_HOST_BYTES: ", "ini option trims_host_bytes: ")
         raise pytest.UsageError(f"trims ({run.source}): {text}") from error
     if is_imported:
         from trims_shim.client.cache import configure

@@ -294,7 +294,7 @@ def test_unusable_setting_is_a_usage_error(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\ntrims_host_bytes = plenty\n")
     result = run(pytester, "--trims")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    source = "TRIMS_HOST_BYTES (ini option trims_host_bytes)"
+    source = "ini option trims_host_bytes"
     result.stderr.fnmatch_lines([f"*trims (--trims): {source}: 'plenty' is not a size*"])
 
 
