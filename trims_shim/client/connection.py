@@ -55,6 +55,8 @@ _THREADS_NEEDED = 4
 class DaemonDied(DaemonUnavailable):
     """The daemon closed the connection in the middle of a request."""
 
+    reason = "daemon_died"
+
 
 @dataclass(frozen=True, slots=True)
 class Granted:
