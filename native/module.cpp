@@ -151,7 +151,8 @@ std::string driver_error(int number) {
 
 }  // namespace
 
-PYBIND11_MODULE(_native, module) {
+// Free-threaded Python keeps its lock off: what is shared here has locks of its own (DESIGN.md).
+PYBIND11_MODULE(_native, module, py::mod_gil_not_used()) {
   module.doc() = "The copy engine; see native/DESIGN.md. Used by trims_shim.memory.copying_native.";
   module.attr("INTERFACE") = kInterface;
   py::class_<Transfer>(module, "Transfer")

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import textwrap
 import types
 from pathlib import Path
@@ -60,6 +61,24 @@ def test_importing_it_loads_no_driver(library: str) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout == "False\n"
+
+
+def test_free_threaded_python_keeps_its_lock_off(library: str) -> None:
+    if not sysconfig.get_config_var("Py_GIL_DISABLED"):
+        pytest.skip("this Python is not free-threaded")
+    code = (
+        "import sys, trims_shim\nfrom trims_shim.memory import copying_native\n"
+        "assert copying_native.is_available()\nprint(sys._is_gil_enabled())"
+    )
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHON_GIL"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == "False\n", done.stderr
 
 
 def test_the_codes_are_those_of_the_header() -> None:
