@@ -21,7 +21,7 @@ from trims_shim import diagnostics
 
 @pytest.fixture(autouse=True)
 def _from_zero(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("_totals", "_reported"):
+    for name in ("_by_thread", "_reported"):
         monkeypatch.setattr(diagnostics, name, type(getattr(diagnostics, name))())
     monkeypatch.setattr(diagnostics, "_warned", set())
     monkeypatch.setattr(diagnostics, "_paid_until_s", 0.0)

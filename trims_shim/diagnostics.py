@@ -2,8 +2,8 @@
 
 Recording raises no error of ours into a load. If a signal handler of the program raised an
 exception while we worked, or another thread put one into this thread, it is passed on to the
-program. Counters are plain dictionary increments under the interpreter lock, so no lock is taken
-that a fork or a finalizer could find held.
+program. No lock is taken that a fork or a finalizer could find held: each thread increments
+counters of its own, and who reads them adds them up.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -46,7 +47,8 @@ _RAISING = frozenset(
 )
 """Packages, besides Python's own, whose errors can occur in that code."""
 
-_totals: Counter[str] = Counter()
+_by_thread: dict[int, Counter[str]] = {}
+"""Without the interpreter lock, of two threads that increment one counter at once one is lost."""
 _reported: Counter[str] = Counter()
 _turn = [object()]
 """Taken while somebody computes what is unreported, so that nothing is reported twice."""
@@ -134,7 +136,11 @@ class Stats:
 
 def count(event: str, reason: str = "", amount: int = 1) -> None:
     """Add to a counter. What the cache did for the program is reported at once, if it is rare."""
-    _totals[f"{event}:{reason}" if reason else event] += amount
+    thread = threading.get_ident()
+    ours = _by_thread.get(thread)
+    if ours is None:
+        ours = _by_thread.setdefault(thread, Counter())
+    ours[f"{event}:{reason}" if reason else event] += amount
     if event in _TOLD_AT_ONCE:
         _report()
 
@@ -253,9 +259,18 @@ def _foreign_codes(error: BaseException) -> Iterator[CodeType]:
         place = place.tb_next
 
 
+def _totals() -> dict[str, int]:
+    """Add the counters of all threads up."""
+    totals: Counter[str] = Counter()
+    for ours in list(_by_thread.values()):
+        for name, number in dict(ours).items():  # a copy: other threads may add events meanwhile
+            totals[name] += number
+    return dict(totals)
+
+
 def stats() -> Stats:
     """Return a snapshot of the counters of this process."""
-    events = dict(_totals)
+    events = _totals()
     fallbacks = {
         key.partition(":")[2]: value for key, value in events.items() if key.startswith("fallback:")
     }
@@ -291,8 +306,7 @@ def take_unreported() -> dict[str, int]:
     except IndexError:
         return {}
     try:
-        # A copy first, as other threads may add events meanwhile.
-        found = dict(_totals).items()
+        found = _totals().items()
         delta = {name: n - _reported[name] for name, n in found if n > _reported[name]}
         _reported.update(delta)
         return delta
@@ -304,7 +318,7 @@ def reset_after_fork() -> None:
     """Start from zero in a forked child, so that the parent's counts are not reported twice."""
     global _paid_until_s
     _paid_until_s = 0.0
-    _totals.clear()
+    _by_thread.clear()
     _reported.clear()
     _turn[:] = [object()]
 

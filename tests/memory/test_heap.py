@@ -158,6 +158,13 @@ thread.join()
 assert done
 """)
 
+    def test_addresses_are_whole_whichever_thread_asks_first(self) -> None:
+        """Set at each call, the kind of result could be that of another thread's function."""
+        code = "import ctypes\nfrom trims_shim.memory import heap\n"
+        code += "assert vars(heap._libc)['malloc'].restype is ctypes.c_void_p"
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "TRIMS_ENABLED": "0"}
+        subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=True)
+
     def test_a_block_that_raises_leaves_none(self) -> None:
         run("""
 heap._libc = libc
@@ -200,7 +207,9 @@ with heap.given_back(room_bytes=200 << 20):  # `Libc` has no malloc
 import resource
 heap._libc = libc
 heap.are_addresses_limited = lambda: False
-resource.setrlimit(resource.RLIMIT_DATA, (100 << 20, 100 << 20))
+status = open("/proc/self/status").read()
+held = int(status.partition("VmData:")[2].split()[0]) << 10  # free-threaded Python reserves much
+resource.setrlimit(resource.RLIMIT_DATA, (held + (80 << 20), held + (80 << 20)))
 for size in (64 << 20, 1 << 40):
     with heap.given_back(room_bytes=size):
         found = libc.malloc(4 << 20)

@@ -238,3 +238,22 @@ def test_hooks_that_wait_for_several_modules(module: MakeModule) -> None:
         assert called == []
     importlib.import_module("waited_b")
     assert called == [1]
+
+
+def test_a_hook_that_comes_as_the_import_ends_in_another_thread(
+    module: MakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = module("waited_q", "")
+    seen: list[int] = []
+
+    class Hooks(dict[str, list[Callable[[], None]]]):
+        def setdefault(self, *arguments: Any) -> Any:
+            found = super().setdefault(*arguments)
+            importlib.import_module(name)  # with the hooks there are so far
+            return found
+
+    monkeypatch.setattr(importing, "_hooks", Hooks())
+    sys.meta_path.insert(0, importing._Finder())
+    call_when_imported(name, lambda: seen.append(1))
+    assert seen == [1]
+    assert importing._hooks == {}

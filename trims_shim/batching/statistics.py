@@ -164,7 +164,7 @@ class Record:
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in _WINDOWS:
-            getattr(self, name).extend(list(getattr(other, name)))
+            getattr(self, name).extend(getattr(other, name).copy())
         self.dropped.update(other.dropped.copy())
         self.batch_sizes.update(other.batch_sizes.copy())
         firsts_ns = [each for each in (self.first_ns, other.first_ns) if each is not None]
@@ -185,9 +185,9 @@ class Record:
             queued=queued,
             running=running,
             batch_sizes=dict(sorted(self.batch_sizes.copy().items())),
-            wait=_percentiles(list(self._waits_ns)),
-            latency=_percentiles(list(self._latencies_ns)),
-            wake_lateness=_percentiles(list(self._lateness_ns)),
+            wait=_percentiles(self._waits_ns.copy()),
+            latency=_percentiles(self._latencies_ns.copy()),
+            wake_lateness=_percentiles(self._lateness_ns.copy()),
             busy_share=min(1.0, self._busy_ns / elapsed_ns) if elapsed_ns > 0 else 0.0,
             wait_total_s=self._wait_total_ns / 1e9,
             latency_total_s=self._latency_total_ns / 1e9,

@@ -258,34 +258,38 @@ def _note(name: str, outcome: str) -> None:
 
 # --- the process-wide object ----------------------------------------------------------------------
 
-_cache: Cache | None = None
+_CACHE = "cache"
+_ours: dict[str, Cache] = {}
+"""The cache of this process, once there is one. Of threads that make one at once, one succeeds."""
 _forgotten: list[Cache] = []
 _has_hooks = False
 
 
 def configure(config: Config) -> None:
     """Use these settings from now on; open connections and leases of the old ones stay."""
-    global _cache
-    if _cache is not None:
-        _forgotten.append(_cache)
-    _cache = Cache(config)
-    _install_hooks()
+    before = exchange(Cache(config))
+    if before is not None:
+        _forgotten.append(before)
 
 
 def exchange(other: Cache | None) -> Cache | None:
     """Make ``other`` this process's cache; return the old one, still open. For tests."""
-    global _cache
-    before, _cache = _cache, other
+    before = _ours.get(_CACHE)
+    if other is not None:
+        _ours[_CACHE] = other
+    else:
+        _ours.pop(_CACHE, None)
     _install_hooks()
     return before
 
 
 def cache() -> Cache:
     """Return the cache of this process."""
-    if _cache is None:
-        configure(configuration.current())
-    assert _cache is not None
-    return _cache
+    found = _ours.get(_CACHE)
+    if found is None:
+        found = _ours.setdefault(_CACHE, Cache(configuration.current()))
+        _install_hooks()
+    return found
 
 
 def _install_hooks() -> None:
@@ -299,18 +303,20 @@ def _install_hooks() -> None:
 
 def _after_fork_in_child() -> None:
     """Only forget; the old object is kept so that its destructors do not run in the child."""
-    global _cache
-    if _cache is not None:
-        _forgotten.append(_cache)
-        _cache = Cache(_cache.config, dial=_cache.dial)
+    before = _ours.pop(_CACHE, None)
+    if before is not None:
+        _forgotten.append(before)
+        _ours[_CACHE] = Cache(before.config, dial=before.dial)
     diagnostics.reset_after_fork()
 
 
 def _report() -> None:
-    if _cache is not None:
-        _cache.report()
+    ours = _ours.get(_CACHE)
+    if ours is not None:
+        ours.report()
 
 
 def _at_exit() -> None:
-    if _cache is not None:
-        _cache.close()
+    ours = _ours.get(_CACHE)
+    if ours is not None:
+        ours.close()

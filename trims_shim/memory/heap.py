@@ -40,6 +40,10 @@ _SMALL_PAGE_BYTES = 4096
 """With larger pages, a huge page has 32 to 512 MiB: too much to clear for a part of it."""
 
 _libc: Any = ctypes.CDLL(None)
+# Not at each call: threads that ask for a function at the same time may get objects of their own.
+# The one that stays would return half of an address.
+_libc.malloc.restype = ctypes.c_void_p
+_libc.malloc.argtypes = [ctypes.c_size_t]
 
 
 class _Information(ctypes.Structure):
@@ -105,8 +109,6 @@ def _room(size_bytes: int) -> Iterator[None]:
 
 def _make_room(size_bytes: int) -> ctypes.c_void_p:
     """Leave free memory below a piece that keeps it in the heap; return that piece to be freed."""
-    _libc.malloc.restype = ctypes.c_void_p
-    _libc.malloc.argtypes = [ctypes.c_size_t]
     # Freeing one mapped piece raises glibc's limit for mapping, so this is the last one mapped.
     _libc.free(ctypes.c_void_p(_libc.malloc(_PIECE_BYTES)))
     pieces: list[int] = []

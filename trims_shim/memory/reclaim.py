@@ -81,7 +81,7 @@ def retire(blocks: list[RetiredBlock]) -> None:
 
 def is_much() -> bool:
     """Whether what waits to be freed is more than a quarter of the memory that is available."""
-    held = sum(block.size_bytes for batch in list(_batches) for block in batch.blocks[:])
+    held = sum(block.size_bytes for batch in _batches.copy() for block in batch.blocks[:])
     return held > LITTLE_BYTES and held > available_bytes() // 4
 
 

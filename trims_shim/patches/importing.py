@@ -28,10 +28,19 @@ _running: set[str] = set()
 
 def call_when_imported(name: str, hook: Callable[[], None]) -> None:
     """Call ``hook`` once: now if the module is already imported, else right after its import."""
-    if _is_imported(name):
-        _run(hook)
-        return
-    _hooks.setdefault(name, []).append(hook)
+    while True:
+        if _is_imported(name):
+            _run(hook)
+            return
+        hooks = _hooks.setdefault(name, [])
+        hooks.append(hook)
+        if _hooks.get(name) is hooks:
+            break
+        # The module's import has just ended in another thread, maybe without this hook.
+        try:
+            hooks.remove(hook)
+        except ValueError:
+            return
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
@@ -43,8 +52,7 @@ def _run_overdue() -> None:
     """
     for name in list(_hooks):
         if _is_imported(name):
-            for hook in _hooks.pop(name, []):
-                _run(hook)
+            _run_all(name)
 
 
 def _is_imported(name: str) -> bool:
@@ -71,6 +79,17 @@ def _is_lazy(module: object) -> bool:
     """Whether importlib's LazyLoader made the module and nothing has used it yet."""
     kind = getattr(sys.modules.get("importlib.util"), "_LazyModule", None)
     return kind is not None and type(module) is kind
+
+
+def _run_all(name: str) -> None:
+    """Run the hooks of a module, each in the one thread that takes it from the list."""
+    hooks = _hooks.pop(name, [])
+    while hooks:
+        try:
+            hook = hooks.pop(0)
+        except IndexError:
+            return
+        _run(hook)
 
 
 def _run(hook: Callable[[], None]) -> None:
@@ -140,5 +159,4 @@ class _Loader:
             self._loader.exec_module(module)
         finally:
             _running.discard(name)
-        for hook in _hooks.pop(name, []):
-            _run(hook)
+        _run_all(name)

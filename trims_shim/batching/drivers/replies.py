@@ -419,7 +419,8 @@ class BatchFuture(Future[Answer]):
         return self._state in ("PENDING", "RUNNING")
 
     def _wake_sleepers(self) -> None:
-        for seat in tuple(self._sleepers):
+        # A copy is one step, also without the interpreter lock: other threads come and go.
+        for seat in self._sleepers.copy():
             seat.wake()
 
     def _let_go(self) -> None:

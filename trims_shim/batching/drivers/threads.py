@@ -123,7 +123,7 @@ class ThreadDispatch(Dispatch):
         """
         is_my_turn: bool = self._lock._is_owned()  # type: ignore[attr-defined]
         ident = threading.get_ident()
-        return is_my_turn or ident in self._runners or ident in self._starting.values()
+        return is_my_turn or ident in self._runners or ident in list(self._starting.values())
 
     def check_may_wait(self) -> None:
         """See :class:`Dispatch`. From now on this thread may be away from its seat."""
