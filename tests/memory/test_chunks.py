@@ -158,3 +158,20 @@ def test_a_user_who_interrupts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     time.sleep(0.1)
     assert len(step.offsets) == written
     assert step.ends == ["close"]
+
+
+def test_no_two_views_are_counted_together() -> None:
+    """On free-threaded Python, threads that slice one view, or slices of it, at once break it."""
+
+    class Collecting(Recorder):
+        def process(self, chunk: Chunk) -> None:
+            super().process(chunk)
+            owners.append(chunk.part.obj)
+
+    owners: list[object] = []
+    sizes = Sizes(6 * CHUNK, CHUNK, 6)
+    with transfer(Collecting(sizes), sizes) as ready:
+        while (part := ready.next()) is not None:
+            with part:
+                owners.append(part.obj)
+    assert len(set(map(id, owners))) == len(owners) > 6

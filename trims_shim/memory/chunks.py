@@ -12,6 +12,7 @@ native/pipeline.cpp is the same in C++.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ class Chunks:
 
     def __enter__(self) -> Chunks:
         try:
-            self._memory = self._step.open()
+            self._address = _address_of(self._step.open())
             for worker in self._workers:
                 worker.start()
                 self._started.append(worker)
@@ -146,7 +147,16 @@ class Chunks:
             self._taken += 1
         end = min(self._taken * sizes.chunk_bytes, sizes.total_bytes)
         begin = first % sizes.slots * sizes.chunk_bytes
-        return self._memory[begin : begin + end - first * sizes.chunk_bytes]
+        return self._view(begin, end - first * sizes.chunk_bytes)
+
+    def _view(self, begin: int, size_bytes: int) -> memoryview:
+        """Return a view for one thread.
+
+        All slices of one view are counted together, without a lock: threads that slice at once on
+        free-threaded Python (3.14, 3.15) get the count wrong, and the view is taken for released.
+        """
+        part = (ctypes.c_char * size_bytes).from_address(self._address + begin)
+        return memoryview(part).cast("B")
 
     def _close(self) -> None:
         with self._changed:
@@ -189,11 +199,15 @@ class Chunks:
         slot = number % sizes.slots
         position = slot * sizes.chunk_bytes
         size = min(sizes.chunk_bytes, sizes.total_bytes - offset)
-        with self._memory[position : position + size] as part:
+        with self._view(position, size) as part:
             self._step.process(Chunk(slot, offset, position, part))
         with self._changed:
             self._ready.add(number)
             self._changed.notify_all()
+
+
+def _address_of(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory)) if memory else 0
 
 
 def _join(threads: Sequence[threading.Thread]) -> None:
