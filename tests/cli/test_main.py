@@ -164,7 +164,7 @@ def test_without_a_daemon_status_3_and_none_is_started(
     from trims_shim.client import cache
 
     monkeypatch.setenv("TRIMS_SOCKET_DIR", str(trims.sockets))
-    monkeypatch.setattr(cache, "_cache", cache.Cache(config.load()))
+    monkeypatch.setitem(cache._ours, cache._CACHE, cache.Cache(config.load()))
     assert main(words) == Exit.NO_DAEMON
     assert "trims: no socket directory" in capsys.readouterr().err
     assert not trims.sockets.exists()

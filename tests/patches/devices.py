@@ -227,7 +227,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch, devices: Devices, **settings: str) 
     monkeypatch.setattr(
         Cache, "open", lambda self, descriptor, **options: devices.open(self, descriptor, **options)
     )
-    monkeypatch.setattr(caches, "_cache", Cache(load(None, **settings)))
+    monkeypatch.setitem(caches._ours, caches._CACHE, Cache(load(None, **settings)))
     diagnostics.reset_after_fork()
 
 

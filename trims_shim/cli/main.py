@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TrimsError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             return _end_of_pipe()
+        if _is_of_stdout(error):
+            _print_no_more()
         return _complain(error, Exit.FAILED)
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
@@ -112,11 +114,15 @@ def _complain(error: BaseException, code: Exit) -> Exit:
 def _text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+    if isinstance(error, OSError) and _is_of_stdout(error):
         return f"stdout: {error.strerror}"
     if isinstance(error, FileNotFoundError):  # of os.getcwd(): all else names what is missing
         return "the working directory has been deleted; cd to another one"
     return str(error)
+
+
+def _is_of_stdout(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.filename is None and error.errno in _NO_ROOM
 
 
 def _replace_closed_streams() -> None:
@@ -139,8 +145,13 @@ def _print_every_name() -> None:
 
 def _end_of_pipe() -> Exit:
     """The reader of our output (``| head``) has left, which is no error; no more is written."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _print_no_more()
     return Exit.OK
+
+
+def _print_no_more() -> None:
+    """Else Python tries once more at its end, and from 3.15 on has an exit status of its own."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # --- arguments ------------------------------------------------------------------------------------
