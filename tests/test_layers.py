@@ -195,6 +195,7 @@ MAY_READ_ENVIRONMENT = {
     "children": "hands it on to a child",
     "client.spawn": "hands it on to the daemon",
     "daemon.detached": "does not look through its starter's CUDA_VISIBLE_DEVICES",
+    "daemon.main": "tells the service manager, if one has started it",
     "daemon.prepared.preparing": "hands it on to the preparer",
     "daemon.device.uploading": "hands it on to the uploader",
     "ensemble.hosting": "hands it on to workers, with a number of threads",
