@@ -50,7 +50,7 @@ def _report(found: dict[str, str]) -> None:
         pytest.fail("\n".join(["differs (without -> with):", *lines]), pytrace=False)
 
 
-@pytest.mark.timeout(900)  # The first test waits for all observations.
+@pytest.mark.timeout(3600)  # The first test waits for all observations.
 @pytest.mark.parametrize("label", ["first", "second"])
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_shim_changes_nothing(case: Case, label: str, observations: PAIR) -> None:
