@@ -44,7 +44,8 @@ def test_stop_json_has_the_last_status(trims: Trims, model: Path) -> None:
     assert found["last_status"]["images"][0]["names"] == [str(model)]
 
 
-def test_daemon_serves_in_the_foreground(trims: Trims) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_daemon_serves_in_the_foreground(trims: Trims, number: int) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "trims_shim", "daemon"],
         env=trims.environment,
@@ -58,7 +59,7 @@ def test_daemon_serves_in_the_foreground(trims: Trims) -> None:
         second = trims("daemon")
         assert second.returncode == Exit.FAILED
         assert f"{process.pid} serves {trims.sockets} already" in second.stderr
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, log = process.communicate(timeout=120)
         assert process.returncode == Exit.OK
         assert f"serves {trims.sockets}" in log
@@ -66,6 +67,24 @@ def test_daemon_serves_in_the_foreground(trims: Trims) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_nohup_keeps_it_from_ending_with_the_terminal(trims: Trims) -> None:
+    process = subprocess.Popen(
+        ["nohup", sys.executable, "-m", "trims_shim", "daemon"],
+        env=trims.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until(lambda: trims("status").returncode == Exit.OK, "it serves", interval_s=0.1)
+        process.send_signal(signal.SIGHUP)
+        assert trims("status").returncode == Exit.OK
+        assert process.poll() is None
+    finally:
+        process.terminate()
+        assert process.wait(120) == Exit.OK
 
 
 @pytest.mark.parametrize("prefix", ["@", ""], ids=["abstract", "file"])
