@@ -51,6 +51,7 @@ def test_daemon_serves_in_the_foreground(trims: Trims, number: int) -> None:
         env=trims.environment,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # whatever runs the tests
     )
     try:
         wait_until(lambda: trims("status").returncode == Exit.OK, "it serves", interval_s=0.1)

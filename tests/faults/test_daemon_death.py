@@ -277,4 +277,7 @@ def test_torch_load_gives_the_right_result_all_the_same(
     child.say()
     total, shape, fallbacks = child.hear()
     assert (total, shape) == (sum(range(1 << 19)), [1 << 19])
-    assert fallbacks == ({"daemon_unavailable": 1} if autostart == "0" else {})
+    if autostart == "0":  # one that is dying may still accept the connection
+        assert fallbacks in ({"daemon_unavailable": 1}, {"daemon_died": 1})
+    else:
+        assert fallbacks == {}
