@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import traceback
-import warnings
 from collections.abc import Callable
 
 __all__ = ["passes_in_child"]
@@ -21,9 +20,7 @@ def passes_in_child(check: Callable[[], object]) -> bool:
 
     The child ends without any clean-up.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads, since 3.12
-        child = os.fork()
+    child = os.fork()
     if child == 0:
         status = 1
         try:

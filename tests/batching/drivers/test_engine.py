@@ -104,7 +104,6 @@ def test_a_stream_of_the_parent_ends_in_the_child() -> None:
         assert list(stream) == [7]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fork with threads, from 3.12 on
 @pytest.mark.parametrize("queue_size", [1, 2])
 def test_a_fork_in_a_signal_handler_of_a_caller_that_waits(queue_size: int) -> None:
     """It waits for its answer, or for its place in the queue."""
