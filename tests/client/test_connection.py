@@ -167,11 +167,6 @@ def daemon(socket_directory: Path, no_leak: None) -> Iterator[Daemon]:
     daemon.close()
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_ANSWER_TIMEOUT_S", 0.2)
-
-
 class Opening:
     """A client that opens ``/dev/null`` at a tier, against the turns of a daemon."""
 
@@ -259,7 +254,6 @@ BROKEN: dict[str, tuple[tuple[int, ...], messages.OpenImageReply, str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-@pytest.mark.usefixtures("impatient")
 def test_a_grant_that_does_not_fit(daemon: Daemon, name: str) -> None:
     parts, answer, message = BROKEN[name]
 
@@ -268,7 +262,7 @@ def test_a_grant_that_does_not_fit(daemon: Daemon, name: str) -> None:
             daemon.grant(ticket, part)
         daemon.reply(answer)
 
-    with Opening(daemon, turn) as opening, pytest.raises(WireError, match=message):
+    with Opening(daemon, turn, stall=0.3) as opening, pytest.raises(WireError, match=message):
         opening.open()
     assert daemon.open_parts() == []
 
@@ -372,14 +366,13 @@ def test_a_resident_image_needs_no_request(daemon: Daemon) -> None:
         handover.close_all([granted.descriptor, *granted.allocations])
 
 
-@pytest.mark.usefixtures("impatient")
 def test_an_answer_without_its_parts(daemon: Daemon) -> None:
     def turn(ticket: int) -> None:
         daemon.grant(ticket)
         daemon.answer(reply(1000))
 
     daemon.is_resident = True
-    with Opening(daemon, turn) as opening:
+    with Opening(daemon, turn, stall=0.3) as opening:
         with pytest.raises(WireError, match="1 of 2 parts"):
             opening.open()
         assert daemon.open_parts() == []
@@ -490,7 +483,6 @@ def test_a_program_that_has_no_poll(daemon: Daemon, monkeypatch: pytest.MonkeyPa
             opening.open("host")
 
 
-@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("has_poll", [True, False])
 def test_a_daemon_that_reads_nothing(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, has_poll: bool
@@ -498,7 +490,7 @@ def test_a_daemon_that_reads_nothing(
     if not has_poll:
         monkeypatch.delattr(select, "poll")
     thread = daemon.talk()
-    connection = connect(daemon)
+    connection = Connection(daemon.endpoint, stall_timeout_s=0.3)
 
     def fill() -> None:
         for _ in range(10_000):

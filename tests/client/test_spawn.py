@@ -279,7 +279,6 @@ def silent(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> Iterator[sock
     """What a daemon that is stopped has: the lock, and a socket without room for connections."""
     endpoint.create()
     monkeypatch.setattr(daemon, "_LOCK_PATIENCE_S", 0.1)
-    monkeypatch.setattr(connection, "_CONNECT_TIMEOUT_S", 0.1)
     with open(endpoint.lock, "wb") as lock, handover.new_socket() as listener:
         fcntl.flock(lock, fcntl.LOCK_EX)
         listener.bind(endpoint.handover)
@@ -294,9 +293,9 @@ def test_a_daemon_that_many_wait_for_in_vain(endpoint: Endpoint) -> None:
     """Found: each daemon that was started beside it stayed, and so did `trims stop`."""
     assert daemon._claim(endpoint) is None
     with pytest.raises(DaemonTimeout, match="takes no connections"):
-        connection.Connection(endpoint, stall_timeout_s=1)
+        connection.Connection(endpoint, stall_timeout_s=0.1)
     with pytest.raises(DaemonTimeout, match="takes no connections"):
-        stop_daemon(endpoint, timeout_s=1)
+        stop_daemon(endpoint, timeout_s=0.1)
 
 
 def test_a_daemon_that_neither_answers_nor_ends(endpoint: Endpoint, silent: socket.socket) -> None:

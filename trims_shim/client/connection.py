@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection", "DaemonDied", "Granted", "check_protocol"]
 
-_CONNECT_TIMEOUT_S = 3.0
-_ANSWER_TIMEOUT_S = 3.0
 _LAST_WORDS_MS = 100
 _RELEASE_PATIENCE_S = 60.0
 """How long a thread waits for a daemon that does not read. The next lease to be given up, or the
@@ -99,7 +97,7 @@ class Connection:
         """
         self.pid = os.getpid()
         self.endpoint = endpoint
-        self._handover = _connect(endpoint)
+        self._handover = _connect(endpoint, timeout_s=stall_timeout_s)
         self._own = OwnDescriptor(self._handover.fileno())
         self._check = check
         self._welcome: messages.Welcome | None = None
@@ -183,7 +181,7 @@ class Connection:
         came = parts.descriptors
         while (before := len(came)) < count:
             try:
-                self._receive_until(lambda: len(came) > before, _ANSWER_TIMEOUT_S)
+                self._receive_until(lambda: len(came) > before, self._stall_timeout_s)
             except DaemonTimeout as error:
                 raise WireError(f"{len(came)} of {count} parts of {name} came") from error
         if sorted(came) != list(range(count)):
@@ -252,7 +250,7 @@ class Connection:
                     return reply
             elif self._handover.fileno() in ready:
                 try:
-                    self._receive_handover(time.monotonic() + _ANSWER_TIMEOUT_S)
+                    self._receive_handover(time.monotonic() + self._stall_timeout_s)
                 except DaemonUnavailable:
                     # A stopping daemon answers on one socket and says goodbye on the other.
                     if not control.poll(_LAST_WORDS_MS):
@@ -295,7 +293,7 @@ class Connection:
         if not data:
             return False
         with contextlib.suppress(DaemonUnavailable, WireError, OSError):
-            self._receive_handover(time.monotonic() + _ANSWER_TIMEOUT_S)
+            self._receive_handover(time.monotonic() + self._stall_timeout_s)
             return True
         return False
 
@@ -308,7 +306,7 @@ class Connection:
     # --- inside -----------------------------------------------------------------------------------
 
     def _receive_welcome(self) -> None:
-        packet = self._next_packet(time.monotonic() + _ANSWER_TIMEOUT_S)
+        packet = self._next_packet(time.monotonic() + self._stall_timeout_s)
         if packet.descriptor is not None:
             os.close(packet.descriptor)
         if not isinstance(packet.message, messages.Welcome):
@@ -350,9 +348,7 @@ class Connection:
             try:
                 handover.send(self._handover, message, descriptor=descriptor)
             except BlockingIOError:  # Rare: there is room for hundreds of packets.
-                if not handover.wait_until_ready(
-                    self._handover, _ANSWER_TIMEOUT_S, is_for_room=True
-                ):
+                if not self._has_room(self._stall_timeout_s):
                     raise self._timeout("does not read") from None
                 handover.send(self._handover, message, descriptor=descriptor)
         except OSError as error:
@@ -411,7 +407,7 @@ class Connection:
 
     def _flush_releases(self) -> None:
         while not self._send_unsent():
-            if not self._has_room(_ANSWER_TIMEOUT_S):
+            if not self._has_room(self._stall_timeout_s):
                 raise self._timeout("does not read")
 
     def _send_unsent(self) -> bool:
@@ -504,16 +500,16 @@ def _lost(error: OSError) -> DaemonUnavailable:
     return kind(f"the daemon has closed the connection: {error}")
 
 
-def _connect(endpoint: Endpoint) -> socket.socket:
+def _connect(endpoint: Endpoint, *, timeout_s: float) -> socket.socket:
     endpoint.check_path()
     endpoint.check_owner()
     try:
         connection = handover.new_socket()
     except OSError as error:
         raise DaemonUnavailable(f"no socket can be opened: {error}") from error
-    connection.settimeout(_CONNECT_TIMEOUT_S)
+    connection.settimeout(timeout_s)
     try:
-        _connect_patiently(connection, endpoint.handover)
+        _connect_patiently(connection, endpoint.handover, timeout_s)
         # Non-blocking from here on: with a timeout, Python waits even under MSG_DONTWAIT.
         connection.setblocking(False)
         peer = handover.peer_of(connection)
@@ -538,9 +534,9 @@ def _connect(endpoint: Endpoint) -> socket.socket:
     return connection
 
 
-def _connect_patiently(connection: socket.socket, path: str) -> None:
+def _connect_patiently(connection: socket.socket, path: str, timeout_s: float) -> None:
     """Connect, retrying while the backlog is full: UNIX sockets do not wait for room in it."""
-    deadline = time.monotonic() + _CONNECT_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             connection.connect(path)
