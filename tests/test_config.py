@@ -229,6 +229,12 @@ class TestParsers:
         is_share = text.endswith("%")
         assert settings.device_bytes.of(2000) == (2 * expected if is_share else expected)
 
+    def test_the_head_room_of_the_host(self) -> None:
+        assert load({}).host_headroom_bytes is None
+        assert load({}, host_headroom_bytes="Auto").host_headroom_bytes is None
+        assert load({}, host_headroom_bytes="2G").host_headroom_bytes.of(1) == 2 << 30
+        assert load({}, host_headroom_bytes="5%").host_headroom_bytes.of(1000) == 50
+
     @pytest.mark.parametrize(
         ("total", "expected"),
         [(1 << 30, (1 << 30) // 10), (5 << 30, (5 << 30) // 10), (80 << 30, 1 << 30)],

@@ -181,7 +181,11 @@ class ShareOrSize:
         return hash((self.size_bytes, self.share))
 
 
-def _headroom(text: str) -> ShareOrSize:
+def _host_headroom(text: str) -> ShareOrSize | None:
+    return None if text.strip().lower() == "auto" else _share_or_size(text)
+
+
+def _device_headroom(text: str) -> ShareOrSize:
     if text.strip().lower() == "auto":
         # 1 GiB for a context, cuBLAS' workspaces and some activations. On a small device or MIG's
         # smallest instances that would leave nothing to share, hence 10%.
@@ -272,6 +276,14 @@ SETTINGS = (
         "host_bytes", "50%", parse_size, "byte budget of the host tier (of RAM)", is_daemons=True
     ),
     Setting(
+        "host_headroom_bytes",
+        "auto",
+        _host_headroom,
+        "memory that loads leave to programs (%: of RAM); auto: a part in 32, and as much again as "
+        "the model takes, should a program write all its weights",
+        is_daemons=True,
+    ),
+    Setting(
         "eviction",
         "lrfu",
         _choice(*EVICTIONS),
@@ -323,7 +335,7 @@ SETTINGS = (
     Setting(
         "device_headroom_bytes",
         "auto",
-        _headroom,
+        _device_headroom,
         "device memory left to activations and other programs (%: of the device); auto: 1GiB, or "
         "10% of a device below 10GiB",
         is_daemons=True,

@@ -259,7 +259,7 @@ class _Preparer:
 class _HostTier(HostTier):
     """A host tier that ignores the machine's other load, which must not decide a test."""
 
-    def withheld_bytes(self) -> int:
+    def withheld_bytes(self, image_bytes: int) -> int:
         return 0
 
 

@@ -260,9 +260,8 @@ class TestBudget:
         assert isinstance(refused, RefuseRequest)
         assert isinstance(refused.error, NoSpace)
         assert "not to be had 41" in str(refused.error)
-        assert "; free memory (the budget has room), or run `trims evict --all`" in str(
-            refused.error
-        )
+        advice = "; free memory, or lower TRIMS_HOST_HEADROOM_BYTES and run `trims stop`, or run"
+        assert advice in str(refused.error)
         started(store.open(opening(size=60), 1, withheld_bytes=40))
 
     def test_a_budget_that_is_too_small_is_to_be_raised(self) -> None:
@@ -560,9 +559,7 @@ class TestTiers:
         assert one.release(1, leases[0], 4)
 
     def test_the_hint_names_the_tier_and_its_setting(self) -> None:
-        store = Store(
-            5, policy=LeastRecentlyUsed(), tier="tier of GPU-1", setting="TRIMS_DEVICE_BYTES"
-        )
+        store = Store(5, policy=LeastRecentlyUsed(), tier="tier of GPU-1", settings="TRIMS_DEVICE")
         (refused,) = store.open(opening(), 1)
         assert isinstance(refused, RefuseRequest)
         assert "10 B do not fit the tier of GPU-1: 5 B too many; budget 5 B," in str(refused.error)

@@ -19,6 +19,7 @@ from harness import PATIENCE_S, wait_until
 from trims_shim import config as configuration
 from trims_shim import testing
 from trims_shim.client import cache as caches
+from trims_shim.config import ShareOrSize
 from trims_shim.daemon import tiers as tiers_module
 from trims_shim.daemon.device.uploading import Job, Uploader
 from trims_shim.daemon.eviction import LeastRecentlyUsed
@@ -50,6 +51,7 @@ from trims_shim.wire import admin
 GIB = 1 << 30
 GPU, GPU2 = emulation.device_ids(2)
 A, B = "a" * 64, "b" * 64
+_TENTH = ShareOrSize(share=0.1)
 
 
 class Harness:
@@ -330,7 +332,7 @@ class TestRoom:
         tier = make(device_bytes=size).device()
         assert tier.store.totals().budget_bytes == budget
         assert tier.free_bytes() == (-1 if machine else GIB)
-        assert tier.withheld_bytes() == 0
+        assert tier.withheld_bytes(MIB) == 0
 
     def test_a_share_is_of_what_was_free_at_first(
         self, make: Callable[..., Harness], emulated_cuda: Emulated
@@ -348,18 +350,18 @@ class TestRoom:
         self, make: Callable[..., Harness], emulated_cuda: Emulated
     ) -> None:
         tier = make(device_bytes=str(GIB)).device()
-        assert tier.withheld_bytes() == 64 * MIB, "the head-room"
+        assert tier.withheld_bytes(MIB) == 64 * MIB, "the head-room"
         assert tier.missing_bytes() < 0
         taken = DeviceMemory(GPU, "vmm").create(GIB - 32 * MIB)
         try:
             tier.measure()
             assert tier.free_bytes() == 32 * MIB
-            assert tier.withheld_bytes() == GIB + 32 * MIB
+            assert tier.withheld_bytes(MIB) == GIB + 32 * MIB
             assert tier.missing_bytes() == 32 * MIB
         finally:
             taken.close()
         tier.measure()
-        assert tier.withheld_bytes() == 64 * MIB
+        assert tier.withheld_bytes(MIB) == 64 * MIB
 
     def test_our_own_images_are_not_withheld(
         self, make: Callable[..., Harness], emulated_cuda: Emulated
@@ -369,10 +371,10 @@ class TestRoom:
         memory = tier.loader.memory.create(100 * MIB)
         tier.loader._account.add(100 * MIB)
         assert tier.free_bytes() == GIB - 100 * MIB
-        assert tier.withheld_bytes() == 64 * MIB
+        assert tier.withheld_bytes(MIB) == 64 * MIB
         tier.measure()
         assert tier.free_bytes() == GIB - 100 * MIB
-        assert tier.withheld_bytes() == 64 * MIB
+        assert tier.withheld_bytes(MIB) == 64 * MIB
         memory.close()
         tier.loader._account.add(-100 * MIB)
         assert tier.free_bytes() == GIB
@@ -459,7 +461,7 @@ class TestRoom:
         """A load of the host tier, of which a thread has made the segment, or not yet."""
         identity = Identity(device=1, inode=number, size_bytes=size, mtime_ns=0, ctime_ns=0)
         opening = Opening(1, number, 0, identity, f"/{number}")
-        actions = host.store.open(opening, 1, withheld_bytes=host.withheld_bytes())
+        actions = host.store.open(opening, 1, withheld_bytes=host.withheld_bytes(size))
         if begins:
             host.loader._pending[number] = host.loader.memory.create(size).seal()
         return actions
@@ -483,6 +485,7 @@ class TestRoom:
         """What they have reserved is what the machine has less, and room for others is left."""
         host = make().tiers.host
         memory = host.loader.memory
+        host._leaves_room_for_a_copy = False
         machine = host._margin_bytes + 60 * MIB
         monkeypatch.setattr(tiers_module, "available_bytes", lambda: machine - memory.held_bytes())
         assert isinstance(self.load(host, 1, 30 * MIB, begins=True)[0], StartIngest)
@@ -491,11 +494,33 @@ class TestRoom:
         assert isinstance(self.load(host, 4, 11 * MIB, begins=False)[0], RefuseRequest)
         assert isinstance(self.load(host, 5, 10 * MIB, begins=True)[0], StartIngest)
 
+    @pytest.mark.parametrize(
+        ("headroom", "largest"),
+        [(None, 50 * MIB), (ShareOrSize(size_bytes=0), 100 * MIB), (_TENTH, 90 * MIB)],
+    )
+    def test_a_load_leaves_room_for_a_copy(
+        self, monkeypatch: pytest.MonkeyPatch, headroom: ShareOrSize | None, largest: int
+    ) -> None:
+        """Found: where a model just fitted, programs that wrote all of it were killed."""
+        monkeypatch.setattr(tiers_module, "memory_limit_bytes", lambda: 100 * MIB)
+        monkeypatch.setattr(tiers_module, "_MARGIN_FRACTION", 1 << 30)
+        store = Store(GIB, policy=LeastRecentlyUsed())
+        loader = Loader(MemfdMemory(SegmentKind.MEMFD), threads=1, wake=lambda: None)
+        host = HostTier(store, loader, headroom)
+        monkeypatch.setattr(
+            tiers_module, "available_bytes", lambda: 100 * MIB - loader.memory.held_bytes()
+        )
+        refusal = self.load(host, 1, largest + 1, begins=False)[0]
+        assert isinstance(refusal, RefuseRequest)
+        assert "lower TRIMS_HOST_HEADROOM_BYTES" in str(refusal.error)
+        assert isinstance(self.load(host, 2, largest, begins=True)[0], StartIngest)
+        host.close()
+
     def test_outlines_are_withheld_from_the_host(self, make: Callable[..., Harness]) -> None:
         host = make().tiers.host
-        before = host.withheld_bytes()
+        before = host.withheld_bytes(MIB)
         host.outline_bytes = lambda: before + 5
-        assert host.withheld_bytes() == before + 5
+        assert host.withheld_bytes(MIB) == before + 5
 
 
 def _show(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,9 @@ def test_evicted_but_mapped_is_counted_apart(make_world: Any, kind: str) -> None
     assert evicted.freed_bytes == 3 * MIB
     memory = world.status().memory
     assert (memory.resident_bytes, memory.lingering_bytes) == (0, 3 * MIB)
-    with pytest.raises(NoSpace, match=r"still mapped elsewhere or not to be had 3\.0 MiB"):
+    with pytest.raises(
+        NoSpace, match=r"still mapped elsewhere, left to programs or not to be had 3\.0 MiB"
+    ):
         open_path(cache, world.file(2, 6 * MIB))
     child.say()
     assert child.hear() is True

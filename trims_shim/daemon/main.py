@@ -210,7 +210,8 @@ def _tiers(
         numbers=numbers,
     )
     loader = Loader(memory, threads=config.ingest_threads or default_threads(), wake=wake)
-    return Tiers(HostTier(store, loader), DeviceSettings.of(config), numbers=numbers, wake=wake)
+    host_tier = HostTier(store, loader, config.host_headroom_bytes)
+    return Tiers(host_tier, DeviceSettings.of(config), numbers=numbers, wake=wake)
 
 
 def _prepared(

@@ -164,7 +164,7 @@ class Openings:
             before_s = self._asked.pop(opening.key, -math.inf)
             actions: list[Action] = []
             if now_s - before_s < self.keep_unused_s and self._has_descriptors(host):
-                withheld = host.withheld_bytes()
+                withheld = host.withheld_bytes(opening.image_bytes)
                 actions = host.store.load(opening, time.time_ns(), withheld_bytes=withheld)
                 self.execute(host, actions, offer=taken)
             if not actions:
@@ -286,7 +286,7 @@ class Openings:
                 reason = "images hold half of the daemon's file descriptors (see `ulimit -n`)"
                 self._refuse(opening, NoSpace(f"{opening.name}: {reason}"))
                 return
-            withheld = 0 if is_hit else tier.withheld_bytes()
+            withheld = 0 if is_hit else tier.withheld_bytes(opening.image_bytes)
             actions = tier.store.open(opening, time.time_ns(), withheld_bytes=withheld)
             self.execute(tier, actions, offer=waiting.offer)
         # Border: a bug costs one request, even one taken up later, not the daemon.
@@ -388,7 +388,7 @@ class Openings:
                 action.size_bytes,
                 identities=action.identities,
                 names=action.names,
-                withheld_bytes=host.withheld_bytes(),
+                withheld_bytes=host.withheld_bytes(action.size_bytes),
             )
         except NoSpace:
             return None

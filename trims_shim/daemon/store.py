@@ -145,17 +145,17 @@ class Store:
         footprint_bytes: Callable[[int], int] = lambda size: size,
         numbers: Iterator[int] | None = None,
         tier: str = "host tier",
-        setting: str = "TRIMS_HOST_BYTES",
+        settings: str = "TRIMS_HOST",
     ) -> None:
         """``footprint_bytes`` says what a segment for a file of some size will cost.
 
-        ``numbers`` is the counter shared with other tiers; ``tier`` and ``setting`` name this tier
-        and its budget in messages.
+        ``numbers`` is the counter shared with other tiers; ``tier`` names this tier in messages,
+        and its settings begin with ``settings``.
         """
         self._budget_bytes = budget_bytes
         self._numbers = itertools.count(1) if numbers is None else numbers
         self._tier = tier
-        self._setting = setting
+        self._settings = settings
         self._policy = policy
         self._footprint_bytes = footprint_bytes
         self._images: OrderedDict[Digest, _Image] = OrderedDict()
@@ -482,15 +482,16 @@ class Store:
         totals = self.totals()
         is_within_budget = self._missing_bytes(needed, 0) <= 0
         advice = (
-            "free memory (the budget has room)"
+            f"free memory, or lower {self._settings}_HEADROOM_BYTES"
             if is_within_budget
-            else f"raise {self._setting} and run `trims stop`"
+            else f"raise {self._settings}_BYTES"
         )
         return NoSpace(
             f"{name}: {size(needed)} do not fit the {self._tier}: {size(lacking)} too many; budget "
             f"{size(totals.budget_bytes)}, resident {size(totals.resident_bytes)}, loading "
-            f"{size(totals.reserved_bytes)}, still mapped elsewhere or not to be had "
-            f"{size(withheld_bytes)}; {advice}, or run `trims evict --all`"
+            f"{size(totals.reserved_bytes)}, still mapped elsewhere, left to "
+            f"programs or not to be had {size(withheld_bytes)}; {advice} and run `trims stop`, or "
+            "run `trims evict --all`"
         )
 
     def _grant(

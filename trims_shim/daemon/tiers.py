@@ -42,7 +42,7 @@ __all__ = ["DeviceSettings", "DeviceTier", "HostTier", "Tier", "Tiers"]
 _logger = logging.getLogger("trims_shim.daemon")
 
 _MARGIN_FRACTION = 32
-"""One part in this many of the memory is left to others; free images are evicted to keep it so."""
+"""One part in this many of the memory is left to others, unless a setting says how much."""
 _TRY_AGAIN_S = 30.0
 """A device that could not be shared is looked at again: drivers come up after daemons."""
 _DRIVER_PATIENCE_S = 20.0
@@ -87,12 +87,15 @@ class Tier(abc.ABC):
         self.loader = loader
 
     @abc.abstractmethod
-    def withheld_bytes(self) -> int:
-        """The part of the budget that lingering images take, or that cannot be had."""
+    def withheld_bytes(self, image_bytes: int) -> int:
+        """The part of the budget that lingering images take, or that such a load cannot have."""
 
     @abc.abstractmethod
     def missing_bytes(self) -> int:
-        """How much has to be given back now, so that others have the memory left to them."""
+        """How much has to be given back now, so that others have the memory left to them.
+
+        Free images are evicted for it.
+        """
 
     def close(self) -> None:
         """Wait for loads under way, then give everything up."""
@@ -104,17 +107,25 @@ class HostTier(Tier):
 
     loader: Loader
 
-    def __init__(self, store: Store, loader: Loader) -> None:
+    def __init__(self, store: Store, loader: Loader, headroom: ShareOrSize | None = None) -> None:
+        """``headroom`` is left to programs; None: a margin, and what a load may cost them.
+
+        A program that writes all of a model's weights has a copy of its own beside the image. So a
+        load leaves room for one: else programs would run out of memory that run without the cache.
+        """
         super().__init__(HOST_TIER, store, loader)
         self.outline_bytes: Callable[[], int] = lambda: 0
         """Host memory that the images of device tiers take."""
-        self._margin_bytes = memory_limit_bytes() // _MARGIN_FRACTION
+        total = memory_limit_bytes()
+        self._margin_bytes = headroom.of(total) if headroom else total // _MARGIN_FRACTION
+        self._leaves_room_for_a_copy = headroom is None
 
-    def withheld_bytes(self) -> int:
+    def withheld_bytes(self, image_bytes: int) -> int:
         """See :class:`Tier`."""
+        left = self._margin_bytes + image_bytes * self._leaves_room_for_a_copy
         # Measured first: memory allocated meanwhile counts as taken twice, not free twice.
         held = self.loader.memory.held_bytes()
-        usable = held + max(0, available_bytes() - self._margin_bytes)
+        usable = held + max(0, available_bytes() - left)
         taken = max(0, self.lingering_bytes()) + self.outline_bytes()
         return max(taken, self.store.totals().budget_bytes - usable)
 
@@ -192,8 +203,8 @@ class DeviceTier(Tier):
             return -1
         return max(0, self._reachable_bytes - self.loader.allocated_bytes())
 
-    def withheld_bytes(self) -> int:
-        """See :class:`Tier`."""
+    def withheld_bytes(self, image_bytes: int) -> int:
+        """See :class:`Tier`; the head-room does not depend on the image."""
         if self._reachable_bytes is None:
             return 0
         usable = self._reachable_bytes - self.headroom_bytes
@@ -461,7 +472,7 @@ class Tiers:
             footprint_bytes=memory.footprint_bytes,
             numbers=self._numbers,
             tier=f"tier of {device}",
-            setting="TRIMS_DEVICE_BYTES or lower TRIMS_DEVICE_HEADROOM_BYTES",
+            settings="TRIMS_DEVICE",
         )
         loader = DeviceLoader(
             memory,
