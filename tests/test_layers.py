@@ -65,6 +65,7 @@ LAYERS = (
     ("client.pool", "client.prepared"),
     ("client.device_arenas",),
     ("daemon.connections", "daemon.offers"),
+    ("daemon.background", "daemon.file_systems"),
     ("daemon.control", "daemon.sessions", "daemon.loader"),
     ("daemon.prepared.directory", "daemon.prepared.externals"),
     ("remote",),
@@ -75,7 +76,6 @@ LAYERS = (
     ("daemon.device.account", "daemon.device.loader", "daemon.tiers"),
     ("daemon.preparer.installation",),
     (
-        "daemon.preparer.background",
         "daemon.prepared.interpreters",
         "daemon.preparer.fingerprints",
         "daemon.preparer.probe_inputs",

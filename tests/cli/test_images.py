@@ -17,7 +17,7 @@ from trims_shim.cli import images
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
 from trims_shim.client.cache import Cache
-from trims_shim.daemon import loader
+from trims_shim.daemon import file_systems
 from trims_shim.wire.admin import TierCheck, VerifyImageReply
 
 from .conftest import LIMIT_S, MODEL_BYTES, Trims
@@ -31,7 +31,7 @@ def models(tmp_path: Path) -> Path:
         (tmp_path / name).write_bytes(os.urandom(MODEL_BYTES))
     (tmp_path / "README").write_text("no model")
     # The daemon does not trust the times of a file that was written a moment ago.
-    time.sleep(loader._SETTLED_AFTER_NS / 1e9)
+    time.sleep(file_systems._SETTLED_AFTER_NS / 1e9)
     return tmp_path
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from trims_shim.daemon.preparer import background
+from trims_shim.daemon import background
 
 CODE = """\
 import json, os, resource, threading
-from trims_shim.daemon.preparer import background
+from trims_shim.daemon import background
 background.{call}()
 policies = []
 thread = threading.Thread(target=lambda: policies.append(os.sched_getscheduler(0)))
@@ -33,7 +33,7 @@ print(json.dumps([
 
 def outcome(call: str, *, has_session: bool = True) -> list[object]:
     """(nice, policy, policy of a thread, first to be killed, core files) of a process."""
-    root = Path(background.__file__).parents[2]
+    root = Path(background.__file__).parents[1]
     done = subprocess.run(
         [sys.executable, "-c", CODE.format(call=call)],
         capture_output=True,

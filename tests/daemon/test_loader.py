@@ -16,7 +16,7 @@ import pytest
 from blake3 import blake3
 from harness import PATIENCE_S, open_descriptors, wait_until
 
-from trims_shim.daemon import ingest
+from trims_shim.daemon import file_systems, ingest
 from trims_shim.daemon import loader as loader_module
 from trims_shim.daemon.loader import Finished, Loader
 from trims_shim.daemon.values import Opening, StartIngest
@@ -167,52 +167,12 @@ class TestSettled:
         major = os.major(status.st_dev)
         for local, quiet_ns in ((True, 100_000_000), (False, 2_000_000_000)):
             majors = frozenset({major} if local else ())
-            monkeypatch.setattr(loader_module, "_LOCAL_DEVICE_MAJORS", majors)
+            monkeypatch.setattr(file_systems, "_LOCAL_DEVICE_MAJORS", majors)
             for age_ns, expected in ((quiet_ns, False), (quiet_ns + 1, True)):
                 monkeypatch.setattr(time, "time_ns", lambda age=age_ns: changed_ns + age)
                 result = harness.load().result
                 assert result is not None
                 assert result.is_settled is expected, (local, age_ns)
-
-    def test_stamps_in_whole_seconds_take_longer_to_change(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Small ext4 inodes, FAT: found to be trusted before their second had ended."""
-        monkeypatch.setattr(loader_module, "_LOCAL_DEVICE_MAJORS", frozenset({8}))
-        for ctime_ns, quiet_ns in ((7 * 10**9, 2 * 10**9), (7 * 10**9 + 1, 10**8)):
-            identity = Identity(os.makedev(8, 1), 1, 1, 5, ctime_ns)
-            assert not loader_module.is_settled(identity, ctime_ns + quiet_ns)
-            assert loader_module.is_settled(identity, ctime_ns + quiet_ns + 1)
-
-    @pytest.mark.parametrize(
-        ("file_system", "mtime_ns", "ctime_ns", "is_trusted"),
-        [
-            (0x73717368, 5_000_000_000, 5_000_000_000, False),  # squashfs
-            (0xEF53, 5_000_000_000, 5_000_000_000, True),  # ext4
-            (0, 5_000_000_000, 6_000_000_000, True),
-            (0, 5_000_000_001, 5_000_000_001, True),
-        ],
-    )
-    def test_what_may_be_no_change_time_is_not_trusted(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        file_system: int,
-        mtime_ns: int,
-        ctime_ns: int,
-        is_trusted: bool,
-    ) -> None:
-        """Found: an image mounted in the place of another of the same build date was a hit."""
-        monkeypatch.setattr(loader_module, "_file_system", lambda descriptor: file_system)
-        identity = Identity(os.makedev(7, 1), 1, 1, mtime_ns, ctime_ns)
-        assert loader_module.has_change_time(-1, identity) is is_trusted
-
-    def test_the_file_system_of_a_file(self, tmp_path: Path) -> None:
-        shared = os.memfd_create("file")
-        try:
-            assert loader_module._file_system(shared) == 0x01021994
-        finally:
-            os.close(shared)
-        assert loader_module._file_system(shared) == 0
 
 
 class TestErrors:

@@ -495,7 +495,7 @@ class TestLeads:
     ) -> None:
         client = front.client(OWN)
         with monkeypatch.context() as patch:
-            patch.setattr(front.host, "withheld_bytes", lambda: 1 << 30)
+            patch.setattr(front.host, "withheld_bytes", lambda image_bytes: 1 << 30)
             for _ in range(3):
                 file.offer(front, client, lead_bytes=8)
         assert front.host.store.ingest_count() == 0

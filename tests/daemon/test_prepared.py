@@ -840,7 +840,27 @@ class TestRefusals:
     ) -> None:
         monkeypatch.setattr(prepared_jobs, "available_bytes", lambda: 10_000)
         world.make(model)
+        assert world.preparer.verdicts == [], "no process is started for it"
+        assert world.outcome(model) == "refused no_memory"
+
+    def test_too_little_memory_for_external_data(
+        self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its size is known once the preparer has looked inside."""
+        available = iter([1 << 40, 10_000])
+        monkeypatch.setattr(prepared_jobs, "available_bytes", lambda: next(available))
+        world.make(model)
         assert world.preparer.verdicts == [False]
+        assert world.outcome(model) == "refused no_memory"
+
+    def test_files_in_memory_need_more_of_it(
+        self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        size = model.stat().st_size
+        monkeypatch.setattr(prepared_jobs, "available_bytes", lambda: 8 * size)
+        in_memory = Space(1 << 40, 1 << 40, is_memory=True)
+        monkeypatch.setattr(prepared_jobs, "space_of", lambda directory: in_memory)
+        world.make(model)
         assert world.outcome(model) == "refused no_memory"
 
 
@@ -880,7 +900,9 @@ class TestRoom:
     def test_a_disk_that_is_full(
         self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(prepared_jobs, "space_of", lambda _: Space(10**12, 19_999))
+        monkeypatch.setattr(
+            prepared_jobs, "space_of", lambda _: Space(10**12, 19_999, is_memory=False)
+        )
         world.make(model)
         assert world.outcome(model) == "refused no_space"
         assert world.preparer.verdicts == [False]

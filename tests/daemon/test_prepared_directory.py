@@ -146,13 +146,18 @@ def test_space(tmp_path: Path) -> None:
     assert space.spare_bytes < status.f_bavail * status.f_frsize
 
 
+def test_a_file_system_in_memory() -> None:
+    assert space_of("/dev/shm/not/there").is_memory
+    assert not space_of("/proc").is_memory
+
+
 @pytest.mark.parametrize(("total", "left"), [(20 << 30, 1 << 30), (2 << 30, (2 << 30) // 20)])
 def test_a_part_of_the_space_is_left_to_others(
     monkeypatch: pytest.MonkeyPatch, total: int, left: int
 ) -> None:
     found = SimpleNamespace(f_blocks=total >> 12, f_frsize=1 << 12, f_bavail=1 << 17)
-    monkeypatch.setattr(os, "statvfs", lambda _: found)
-    assert space_of("/") == Space(total, (1 << 29) - left)
+    monkeypatch.setattr(os, "fstatvfs", lambda _: found)
+    assert space_of("/") == Space(total, (1 << 29) - left, is_memory=False)
 
 
 @pytest.mark.parametrize("exists", [True, False])

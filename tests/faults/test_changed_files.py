@@ -26,12 +26,12 @@ from harness import (
 
 from trims_shim.client.arenas import Arena
 from trims_shim.client.cache import Cache
-from trims_shim.daemon import loader
+from trims_shim.daemon import file_systems
 from trims_shim.errors import FileChanged, RequestRefused, TrimsError
 from trims_shim.memory import copying, copying_python
 
 SIZE_BYTES = 3 * copying.CHUNK_BYTES
-SETTLED_S = loader._SETTLED_AFTER_NS / 1e9
+SETTLED_S = file_systems._SETTLED_AFTER_NS / 1e9
 TICK_S = 0.02  # of the clock that stamps files, and more
 
 

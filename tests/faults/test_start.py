@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +84,17 @@ def test_starts_of_daemons_by_hand_leave_one(world: World) -> None:
         if child.pid != pid:
             assert child.wait() == 0
     wait_until(lambda: world.processes() == [pid], "all others have ended")
+
+
+def test_the_daemon_is_killed_before_programs_when_memory_runs_out(world: World) -> None:
+    """But not the one that somebody has started as a service, with a score of their choice."""
+    own = Path("/proc/self/oom_score_adj").read_text()
+    world.run(f"say(data(open_file({world.file(1)!r}))[:1] != b'')")
+    assert Path(f"/proc/{world.pid()}/oom_score_adj").read_text().strip() == "1000"
+    world.kill_daemon()
+    world.spawn("from trims_shim.daemon.main import run\nsys.exit(run())\n")
+    wait_until(lambda: _answers(world), "a daemon")
+    assert Path(f"/proc/{world.pid()}/oom_score_adj").read_text() == own
 
 
 def test_the_daemon_is_nobodys_child_and_the_starter_has_no_zombie(world: World) -> None:

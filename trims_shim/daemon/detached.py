@@ -12,6 +12,7 @@ import sys
 from typing import TextIO
 
 from trims_shim.children import be_called
+from trims_shim.daemon.background import be_expendable
 
 __all__ = ["LogHandler", "main"]
 
@@ -28,6 +29,7 @@ _LIMITS = (
 def main(report_descriptor: int) -> None:
     """Run the daemon and exit with its status."""
     be_called("trims-daemon")
+    be_expendable()  # Where memory is short, programs go on without it.
     os.set_inheritable(report_descriptor, False)
     _see_all_devices()
     # A program may start us from a thread that blocks signals, and exec keeps the mask. It also

@@ -9,7 +9,6 @@ queue and the server is woken; the server asks the store, which says adopt or di
 from __future__ import annotations
 
 import abc
-import ctypes
 import math
 import os
 import queue
@@ -20,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from trims_shim.daemon import ingest
+from trims_shim.daemon.file_systems import has_change_time, is_settled
 from trims_shim.daemon.ingest import Meter
 from trims_shim.daemon.values import Ingested, Opening, StartIngest
 from trims_shim.daemon.workers import Workers
@@ -35,25 +35,12 @@ __all__ = [
     "Loader",
     "Loads",
     "Segment",
-    "has_change_time",
-    "is_settled",
 ]
 
 CONCURRENT_LOADS = 4
 _STUCK_AFTER_S = 5.0
 """A load without progress for this long does not count as one of them."""
 _POLL_S = 0.05
-_SETTLED_AFTER_NS = 100_000_000
-"""Local file systems stamp changes at least every 10 ms (CONFIG_HZ=100); ten times that."""
-_SETTLED_AFTER_REMOTE_NS = 2_000_000_000
-"""FAT has 2 s stamps, network file systems have the server's. For devices not known as local."""
-_LOCAL_DEVICE_MAJORS = frozenset({8, 65, 66, 67, 68, 69, 70, 71, 202, 252, 253, 254, 259})
-"""SCSI, Xen, virtio, device mapper and NVMe disks (Documentation/admin-guide/devices.txt)."""
-_SECOND_NS = 1_000_000_000
-_CHANGE_TIMES_IN_SECONDS = frozenset({0xEF53, 0x0BD00BD0})
-"""ext2 to ext4 with small inodes, and Lustre (linux/magic.h, lustre_user.h)."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Segment(Protocol):
@@ -402,28 +389,3 @@ class Loader(Loads[SealedSegment]):
 def _file_of(descriptor: int) -> tuple[int, int]:
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino
-
-
-def is_settled(identity: Identity, at_ns: int) -> bool:
-    """Whether every change of the file from ``at_ns`` on also changes its identity."""
-    is_fine = identity.ctime_ns % _SECOND_NS != 0
-    is_local = os.major(identity.device) in _LOCAL_DEVICE_MAJORS
-    quiet_ns = _SETTLED_AFTER_NS if is_local and is_fine else _SETTLED_AFTER_REMOTE_NS
-    return at_ns - max(identity.mtime_ns, identity.ctime_ns) > quiet_ns
-
-
-def has_change_time(descriptor: int, identity: Identity) -> bool:
-    """Whether the ctime is a real one. False in doubt: the file is read again each time.
-
-    FAT, squashfs and other images have none and show the mtime, which writers and builders can set
-    freely. An image that replaces another one has its device and inode numbers, too.
-    """
-    if identity.ctime_ns != identity.mtime_ns or identity.ctime_ns % _SECOND_NS:
-        return True
-    return _file_system(descriptor) in _CHANGE_TIMES_IN_SECONDS
-
-
-def _file_system(descriptor: int) -> int:
-    """``f_type`` of statfs(2), the first field; 0 if the call fails."""
-    status = (ctypes.c_long * 64)()
-    return int(status[0]) if _libc.fstatfs(descriptor, status) == 0 else 0

@@ -13,6 +13,7 @@ import stat
 from dataclasses import dataclass
 
 from trims_shim.config import Config, ShareOrSize
+from trims_shim.daemon.file_systems import is_in_memory
 
 __all__ = [
     "PreparedSettings",
@@ -71,10 +72,14 @@ class PreparedSettings:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """A file system; ``spare_bytes`` is how much of it may be used, negative if it is full."""
+    """A file system; ``spare_bytes`` is how much of it may be used, negative if it is full.
+
+    ``is_memory``: files in it take memory.
+    """
 
     total_bytes: int
     spare_bytes: int
+    is_memory: bool
 
 
 def directory_of(cache_dir: str, *, cache_home: str, name: str = "prepared") -> str:
@@ -121,10 +126,15 @@ def make(directory: str) -> None:
 
 def space_of(directory: str) -> Space:
     """The file system that a directory is in, or will be. Raises OSError."""
-    found = os.statvfs(_existing_parent(directory))
+    descriptor = os.open(_existing_parent(directory), os.O_PATH | os.O_CLOEXEC)
+    try:
+        found = os.fstatvfs(descriptor)
+        is_memory = is_in_memory(descriptor)
+    finally:
+        os.close(descriptor)
     total = found.f_blocks * found.f_frsize
     margin = min(_MARGIN_BYTES, total // _MARGIN_SHARE)
-    return Space(total, found.f_bavail * found.f_frsize - margin)
+    return Space(total, found.f_bavail * found.f_frsize - margin, is_memory)
 
 
 def problem_of(path: str, status: os.stat_result, *, may_be_roots: bool) -> str:

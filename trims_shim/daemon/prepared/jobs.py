@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from trims_shim._version import __version__
-from trims_shim.daemon.loader import has_change_time, is_settled
+from trims_shim.daemon.file_systems import has_change_time, is_settled
 from trims_shim.daemon.prepared.directory import space_of
 from trims_shim.daemon.prepared.externals import external_identities, is_private, may_others_write
 from trims_shim.daemon.prepared.files import PreparedFiles, Published
@@ -55,8 +55,9 @@ _GROWTH = 2
 measured is 1.8 (BERT-base, GPT-2)."""
 _SCRATCH = 2
 """The disk holds two of a model while it is prepared: as it was saved, and in its final form."""
-_MEMORY_GROWTH = 3
-"""The preparer holds a session of the original, with packed weights, and a copy in the making."""
+_MEMORY_GROWTH = 5
+"""The preparer holds a session of the original, with packed weights, and a copy in the making: 3 of
+the model. Meanwhile the program makes a session of its own, which onnxruntime packs, too."""
 
 
 class Preparer(Protocol):
@@ -222,8 +223,10 @@ class Jobs:
     def _try(self, job: Job) -> Published | None:
         job.due_s = time.monotonic() + self._preparer.timeout_s + _GRACE_S
         self._wait_until_settled(job)
-        # A file that was made for one session is gone by now: no process is started for it.
+        # A file that was made for one session is gone by now: no process is started for it, nor
+        # for what is known to be in vain.
         self._check_unchanged(job)
+        self._check_memory(job.identity.size_bytes)
         job.young = ()
         started_ns = time.time_ns()
         directory = self._files.make()
@@ -299,7 +302,14 @@ class Jobs:
         if job.young:
             job.known = None
             raise NotServed("unsettled_file", "its external data has only just been changed")
-        if _MEMORY_GROWTH * job.source_bytes > available_bytes():
+        self._check_memory(job.source_bytes)
+
+    def _check_memory(self, source_bytes: int) -> None:
+        """Raises NotServed if a program could be killed because of the preparation."""
+        growth = _MEMORY_GROWTH
+        if space_of(self._files.directory).is_memory:
+            growth += _SCRATCH * _GROWTH
+        if growth * source_bytes > available_bytes():
             raise NotServed("no_memory", "too little memory is free to prepare it")
 
     def _is_ours_alone(self, job: Job, hashed: duties.SourceHashed) -> bool:

@@ -25,8 +25,9 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from trims_shim.children import be_called
-from trims_shim.daemon.preparer import background, optimising, verifying
+from trims_shim.daemon import background
 from trims_shim.daemon.preparer import cuda as preparer_cuda
+from trims_shim.daemon.preparer import optimising, verifying
 from trims_shim.daemon.preparer.installation import installation
 from trims_shim.daemon.preparer.model_files import ModelFiles
 from trims_shim.daemon.preparer.optimising import Refusal, Sessions

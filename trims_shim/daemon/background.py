@@ -1,7 +1,7 @@
 """Makes this process stand back for CPU and disk, and be the first to be killed for memory.
 
-For processes that do work nobody waits for. Everything here is a wish: a kernel or container that
-does not grant it changes nothing else.
+For processes that do work nobody waits for, or that programs can go on without. Everything here is
+a wish: a kernel or container that does not grant it changes nothing else.
 """
 
 from __future__ import annotations

@@ -1,0 +1,51 @@
+"""What is relied on of file systems: times of changes, and that files take no memory."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from trims_shim.daemon import file_systems
+from trims_shim.specs import Identity
+
+
+def test_stamps_in_whole_seconds_take_longer_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small ext4 inodes, FAT: found to be trusted before their second had ended."""
+    monkeypatch.setattr(file_systems, "_LOCAL_DEVICE_MAJORS", frozenset({8}))
+    for ctime_ns, quiet_ns in ((7 * 10**9, 2 * 10**9), (7 * 10**9 + 1, 10**8)):
+        identity = Identity(os.makedev(8, 1), 1, 1, 5, ctime_ns)
+        assert not file_systems.is_settled(identity, ctime_ns + quiet_ns)
+        assert file_systems.is_settled(identity, ctime_ns + quiet_ns + 1)
+
+
+@pytest.mark.parametrize(
+    ("file_system", "mtime_ns", "ctime_ns", "is_trusted"),
+    [
+        (0x73717368, 5_000_000_000, 5_000_000_000, False),  # squashfs
+        (0xEF53, 5_000_000_000, 5_000_000_000, True),  # ext4
+        (0, 5_000_000_000, 6_000_000_000, True),
+        (0, 5_000_000_001, 5_000_000_001, True),
+    ],
+)
+def test_what_may_be_no_change_time_is_not_trusted(
+    monkeypatch: pytest.MonkeyPatch,
+    file_system: int,
+    mtime_ns: int,
+    ctime_ns: int,
+    is_trusted: bool,
+) -> None:
+    """Found: an image mounted in the place of another of the same build date was a hit."""
+    monkeypatch.setattr(file_systems, "_file_system", lambda descriptor: file_system)
+    identity = Identity(os.makedev(7, 1), 1, 1, mtime_ns, ctime_ns)
+    assert file_systems.has_change_time(-1, identity) is is_trusted
+
+
+def test_the_file_system_of_a_file() -> None:
+    shared = os.memfd_create("file")
+    try:
+        assert file_systems._file_system(shared) == 0x01021994
+        assert file_systems.is_in_memory(shared)
+    finally:
+        os.close(shared)
+    assert file_systems._file_system(shared) == 0

@@ -1,0 +1,55 @@
+"""What can be relied on of a file system: when a change shows in its times; where its files are."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+from trims_shim.specs import Identity
+
+__all__ = ["has_change_time", "is_in_memory", "is_settled"]
+
+_SETTLED_AFTER_NS = 100_000_000
+"""Local file systems stamp changes at least every 10 ms (CONFIG_HZ=100); ten times that."""
+_SETTLED_AFTER_REMOTE_NS = 2_000_000_000
+"""FAT has 2 s stamps, network file systems have the server's. For devices not known as local."""
+_LOCAL_DEVICE_MAJORS = frozenset({8, 65, 66, 67, 68, 69, 70, 71, 202, 252, 253, 254, 259})
+"""SCSI, Xen, virtio, device mapper and NVMe disks (Documentation/admin-guide/devices.txt)."""
+_SECOND_NS = 1_000_000_000
+_CHANGE_TIMES_IN_SECONDS = frozenset({0xEF53, 0x0BD00BD0})
+"""ext2 to ext4 with small inodes, and Lustre (linux/magic.h, lustre_user.h)."""
+_IN_MEMORY = frozenset({0x01021994, 0x858458F6})
+"""tmpfs and ramfs (linux/magic.h)."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def is_settled(identity: Identity, at_ns: int) -> bool:
+    """Whether every change of the file from ``at_ns`` on also changes its identity."""
+    is_fine = identity.ctime_ns % _SECOND_NS != 0
+    is_local = os.major(identity.device) in _LOCAL_DEVICE_MAJORS
+    quiet_ns = _SETTLED_AFTER_NS if is_local and is_fine else _SETTLED_AFTER_REMOTE_NS
+    return at_ns - max(identity.mtime_ns, identity.ctime_ns) > quiet_ns
+
+
+def has_change_time(descriptor: int, identity: Identity) -> bool:
+    """Whether the ctime is a real one. False in doubt: the file is read again each time.
+
+    FAT, squashfs and other images have none and show the mtime, which writers and builders can set
+    freely. An image that replaces another one has its device and inode numbers, too.
+    """
+    if identity.ctime_ns != identity.mtime_ns or identity.ctime_ns % _SECOND_NS:
+        return True
+    return _file_system(descriptor) in _CHANGE_TIMES_IN_SECONDS
+
+
+def is_in_memory(descriptor: int) -> bool:
+    """Whether the file takes memory instead of room on a disk."""
+    return _file_system(descriptor) in _IN_MEMORY
+
+
+def _file_system(descriptor: int) -> int:
+    """``f_type`` of statfs(2), the first field; 0 if the call fails."""
+    status = (ctypes.c_long * 64)()
+    kind = ctypes.c_uint32(status[0] if _libc.fstatfs(descriptor, status) == 0 else 0)
+    return kind.value
