@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -17,6 +18,14 @@ def test_directories_that_are_the_same_everywhere(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "path", strange)
     own = str(Path(trims_shim.__file__).parents[1])
     assert search_path() == [own, "/one", "/five:/six", "/\udcff"]
+
+
+def test_modules_of_python_are_python_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found: the daemon imported a script's neighbour in place of ``bisect``."""
+    library = str(Path(os.__file__).parent)
+    own = str(Path(trims_shim.__file__).parents[1])
+    monkeypatch.setattr(sys, "path", ["/script", own, library, f"{library}/lib-dynload", "/site"])
+    assert search_path() == [library, f"{library}/lib-dynload", own, "/script", "/site"]
 
 
 def test_info_says_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,13 +52,16 @@ def ask_child(code: str) -> Any:
 
 
 def search_path() -> list[str]:
-    """Return their ``sys.path``: this package's directory, then the absolute ones of ours.
+    """Return their ``sys.path``: Python's library, this package's directory, the others of ours.
 
-    Relative entries would let the owner of the working directory choose the code. Python ignores
-    entries that are no strings.
+    A script's directory may have modules named like Python's own. The program has often imported
+    those by then, and runs; a child would not. Relative entries would let the owner of the working
+    directory choose the code. Python ignores entries that are no strings.
     """
+    library = os.path.dirname(os.__file__)
     ours = [each for each in sys.path if isinstance(each, str) and os.path.isabs(each)]
-    return [os.path.dirname(PACKAGE_DIRECTORY), *ours]
+    first = [each for each in ours if each in (library, os.path.join(library, "lib-dynload"))]
+    return list(dict.fromkeys([*first, os.path.dirname(PACKAGE_DIRECTORY), *ours]))
 
 
 def be_called(name: str) -> None:

@@ -123,6 +123,18 @@ def test_entries_of_the_search_path_that_are_none(world: World) -> None:
     assert said is True
 
 
+def test_modules_beside_a_script_that_are_named_like_pythons(world: World, tmp_path: Path) -> None:
+    """A program that runs all the same, as it has imported Python's own before."""
+    path = world.file(1)
+    for name in ("bisect", "queue", "selectors", "fcntl"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('not this one')\n")
+    said = world.run(
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        f"say(data(open_file({path!r})) == open({path!r}, 'rb').read())\n"
+    )
+    assert said is True
+
+
 def test_a_child_never_releases_the_parents_lease(running: World) -> None:
     world = running
     path = world.file(1)
