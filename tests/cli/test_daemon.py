@@ -126,7 +126,7 @@ def test_stop_of_a_daemon_that_hangs(trims: Trims, model: Path) -> None:
     os.kill(pid, signal.SIGSTOP)
     try:
         for words in (("stop", "--timeout", "0.5"), ("status",)):
-            done = trims(*words, TRIMS_STALL_TIMEOUT="1")
+            done = trims(*words)
             assert done.returncode == Exit.FAILED
             assert "does not answer" in done.stderr
             advice = re.search(r"`(kill.*)` ends it", done.stderr)

@@ -262,7 +262,7 @@ def test_a_grant_that_does_not_fit(daemon: Daemon, name: str) -> None:
             daemon.grant(ticket, part)
         daemon.reply(answer)
 
-    with Opening(daemon, turn, stall=0.3) as opening, pytest.raises(WireError, match=message):
+    with Opening(daemon, turn, stall=1) as opening, pytest.raises(WireError, match=message):
         opening.open()
     assert daemon.open_parts() == []
 
@@ -372,7 +372,7 @@ def test_an_answer_without_its_parts(daemon: Daemon) -> None:
         daemon.answer(reply(1000))
 
     daemon.is_resident = True
-    with Opening(daemon, turn, stall=0.3) as opening:
+    with Opening(daemon, turn, stall=1) as opening:
         with pytest.raises(WireError, match="1 of 2 parts"):
             opening.open()
         assert daemon.open_parts() == []

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection", "DaemonDied", "Granted", "check_protocol"]
 
+_ANSWER_PATIENCE_S = 3.0
+"""What needs no file to be read is answered at once. It is waited for so long, on a machine for
+which a long stall timeout was chosen a third of that, and never longer than that."""
 _LAST_WORDS_MS = 100
 _RELEASE_PATIENCE_S = 60.0
 """How long a thread waits for a daemon that does not read. The next lease to be given up, or the
@@ -97,12 +100,14 @@ class Connection:
         """
         self.pid = os.getpid()
         self.endpoint = endpoint
-        self._handover = _connect(endpoint, timeout_s=stall_timeout_s)
+        self._stall_timeout_s = stall_timeout_s
+        patience_s = max(_ANSWER_PATIENCE_S, stall_timeout_s / 3)
+        self._answer_timeout_s = min(patience_s, stall_timeout_s)
+        self._handover = _connect(endpoint, timeout_s=self._answer_timeout_s)
         self._own = OwnDescriptor(self._handover.fileno())
         self._check = check
         self._welcome: messages.Welcome | None = None
         self._numbers = itertools.count(1)
-        self._stall_timeout_s = stall_timeout_s
         self._unsent: deque[int] = deque()
         self._is_sending, self._is_waiting = threading.Lock(), threading.Lock()
         self._ticket = 0
@@ -181,7 +186,7 @@ class Connection:
         came = parts.descriptors
         while (before := len(came)) < count:
             try:
-                self._receive_until(lambda: len(came) > before, self._stall_timeout_s)
+                self._receive_until(lambda: len(came) > before, self._answer_timeout_s)
             except DaemonTimeout as error:
                 raise WireError(f"{len(came)} of {count} parts of {name} came") from error
         if sorted(came) != list(range(count)):
@@ -250,7 +255,7 @@ class Connection:
                     return reply
             elif self._handover.fileno() in ready:
                 try:
-                    self._receive_handover(time.monotonic() + self._stall_timeout_s)
+                    self._receive_handover(time.monotonic() + self._answer_timeout_s)
                 except DaemonUnavailable:
                     # A stopping daemon answers on one socket and says goodbye on the other.
                     if not control.poll(_LAST_WORDS_MS):
@@ -293,7 +298,7 @@ class Connection:
         if not data:
             return False
         with contextlib.suppress(DaemonUnavailable, WireError, OSError):
-            self._receive_handover(time.monotonic() + self._stall_timeout_s)
+            self._receive_handover(time.monotonic() + self._answer_timeout_s)
             return True
         return False
 
@@ -306,7 +311,7 @@ class Connection:
     # --- inside -----------------------------------------------------------------------------------
 
     def _receive_welcome(self) -> None:
-        packet = self._next_packet(time.monotonic() + self._stall_timeout_s)
+        packet = self._next_packet(time.monotonic() + self._answer_timeout_s)
         if packet.descriptor is not None:
             os.close(packet.descriptor)
         if not isinstance(packet.message, messages.Welcome):
@@ -348,7 +353,7 @@ class Connection:
             try:
                 handover.send(self._handover, message, descriptor=descriptor)
             except BlockingIOError:  # Rare: there is room for hundreds of packets.
-                if not self._has_room(self._stall_timeout_s):
+                if not self._has_room(self._answer_timeout_s):
                     raise self._timeout("does not read") from None
                 handover.send(self._handover, message, descriptor=descriptor)
         except OSError as error:
@@ -407,7 +412,7 @@ class Connection:
 
     def _flush_releases(self) -> None:
         while not self._send_unsent():
-            if not self._has_room(self._stall_timeout_s):
+            if not self._has_room(self._answer_timeout_s):
                 raise self._timeout("does not read")
 
     def _send_unsent(self) -> bool:
