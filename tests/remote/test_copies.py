@@ -482,7 +482,7 @@ def test_the_disk_counts_as_well_as_the_budget(
     keep(copies, "b-1", 100, used_ns=20)
 
     def space(directory: str) -> Space:
-        return Space(1 << 40, 250 - 100 * len(names_in(home)))
+        return Space(1 << 40, 250 - 100 * len(names_in(home)), is_memory=False)
 
     monkeypatch.setattr(module, "space_of", space)
     copies.make_room(150)

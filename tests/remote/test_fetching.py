@@ -565,7 +565,7 @@ def test_a_file_without_a_size_may_fill_only_what_is_to_spare(
 
     def space(directory: str) -> Space:
         used_bytes = sum(each.stat().st_size for each in home.rglob("*") if each.is_file())
-        return Space(1 << 40, spare_bytes - used_bytes)
+        return Space(1 << 40, spare_bytes - used_bytes, is_memory=False)
 
     monkeypatch.setattr(copies, "space_of", space)
     url = web.put("vit.pt", CONTENT, has_ranges=False, is_chunked=True)
