@@ -29,6 +29,7 @@ from trims_shim.daemon.store import Store
 from trims_shim.daemon.tiers import DeviceSettings, DeviceTier, HostTier, Tier, Tiers
 from trims_shim.daemon.values import (
     Action,
+    DropImage,
     GrantLease,
     Ingested,
     Opening,
@@ -515,6 +516,23 @@ class TestRoom:
         assert "lower TRIMS_HOST_HEADROOM_BYTES" in str(refusal.error)
         assert isinstance(self.load(host, 2, largest, begins=True)[0], StartIngest)
         host.close()
+
+    def test_an_unused_image_makes_no_more_room_than_it_takes(
+        self, make: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """40 MiB are unused and 1 MiB is free: not enough for an image of 30 MiB and a copy."""
+        host = make().tiers.host
+        monkeypatch.setattr(host, "_margin_bytes", 0)
+        memory = host.loader.memory
+        (start,) = self.load(host, 1, 40 * MIB, begins=True)
+        assert isinstance(start, StartIngest)
+        host.store.ingest_done(start.ingest, Ingested(A, 40 * MIB, True, 1), 1)
+        host.store.close_session(1, 1)
+        monkeypatch.setattr(tiers_module, "available_bytes", lambda: 41 * MIB - memory.held_bytes())
+        assert isinstance(self.load(host, 2, 30 * MIB, begins=False)[0], RefuseRequest)
+        drop, *_, start = self.load(host, 3, 20 * MIB, begins=False)
+        assert isinstance(drop, DropImage)
+        assert isinstance(start, StartIngest)
 
     def test_outlines_are_withheld_from_the_host(self, make: Callable[..., Harness]) -> None:
         host = make().tiers.host

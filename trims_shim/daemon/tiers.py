@@ -125,7 +125,7 @@ class HostTier(Tier):
         left = self._margin_bytes + image_bytes * self._leaves_room_for_a_copy
         # Measured first: memory allocated meanwhile counts as taken twice, not free twice.
         held = self.loader.memory.held_bytes()
-        usable = held + max(0, available_bytes() - left)
+        usable = max(0, held + available_bytes() - left)
         taken = max(0, self.lingering_bytes()) + self.outline_bytes()
         return max(taken, self.store.totals().budget_bytes - usable)
 
