@@ -6,11 +6,12 @@ import ctypes
 import json
 import os
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from trims_shim.config import PACKAGE_DIRECTORY, is_setting
 
-__all__ = ["NoAnswer", "ask_child", "be_called", "search_path"]
+__all__ = ["NoAnswer", "ask_child", "be_called", "library_first", "search_path"]
 
 _PR_SET_NAME = 15
 _TIMEOUT_S = 20
@@ -54,14 +55,22 @@ def ask_child(code: str) -> Any:
 def search_path() -> list[str]:
     """Return their ``sys.path``: Python's library, this package's directory, the others of ours.
 
+    Relative entries would let the owner of the working directory choose the code. Python ignores
+    entries that are no strings.
+    """
+    ours = [each for each in sys.path if isinstance(each, str) and os.path.isabs(each)]
+    return library_first([os.path.dirname(PACKAGE_DIRECTORY), *ours])
+
+
+def library_first(directories: Iterable[str]) -> list[str]:
+    """Return each directory once, those of Python's library before all others.
+
     A script's directory may have modules named like Python's own. The program has often imported
-    those by then, and runs; a child would not. Relative entries would let the owner of the working
-    directory choose the code. Python ignores entries that are no strings.
+    those by then, and runs; a child would not.
     """
     library = os.path.dirname(os.__file__)
-    ours = [each for each in sys.path if isinstance(each, str) and os.path.isabs(each)]
-    first = [each for each in ours if each in (library, os.path.join(library, "lib-dynload"))]
-    return list(dict.fromkeys([*first, os.path.dirname(PACKAGE_DIRECTORY), *ours]))
+    own = (library, os.path.join(library, "lib-dynload"))
+    return sorted(dict.fromkeys(directories), key=lambda each: each not in own)
 
 
 def be_called(name: str) -> None:

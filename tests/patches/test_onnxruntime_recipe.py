@@ -303,6 +303,13 @@ def test_paths_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert models.absolute("./model.onnx") == str(tmp_path / "here" / "model.onnx")
 
 
+def test_the_preparer_finds_pythons_own_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where files beside the script are named like them."""
+    library = os.path.dirname(os.__file__)
+    monkeypatch.setattr(sys, "path", ["/script", library, "/site"])
+    assert recipes.search_path() == (library, "/script", "/site")
+
+
 def test_names_that_no_message_can_carry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     odd = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
     os.mkdir(odd)

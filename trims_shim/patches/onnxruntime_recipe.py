@@ -19,6 +19,7 @@ from typing import Any
 
 import onnxruntime.capi.onnxruntime_pybind11_state as binding
 
+from trims_shim.children import library_first
 from trims_shim.client.cache import cache
 from trims_shim.client.prepared import PreparedModel
 from trims_shim.daemon.preparer.installation import installation
@@ -103,13 +104,18 @@ installation()
 
 
 def search_path() -> tuple[str, ...]:
-    """``sys.path`` for another process: absolute directories with names in UTF-8."""
+    """``sys.path`` for another process: absolute directories with names in UTF-8.
+
+    Python's library comes first (:func:`trims_shim.children.library_first`).
+    """
     found = [each for each in sys.path if isinstance(each, str)]
     try:
         found = [os.path.abspath(each) for each in found]
     except OSError:  # The working directory is gone.
         found = [each for each in found if os.path.isabs(each)]
-    return tuple(each for each in found if each.encode(errors="replace").decode() == each)
+    return tuple(
+        library_first(each for each in found if each.encode(errors="replace").decode() == each)
+    )
 
 
 def open_prepared(
