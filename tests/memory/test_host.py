@@ -8,13 +8,12 @@ import fcntl
 import mmap
 import os
 import resource
-import shutil
 import stat
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -351,31 +350,6 @@ class TestChoice:
         with pytest.raises(MemoryFailure, match="gone"):
             host.open_memory(SegmentKind.MEMFD_HUGE, budget_bytes=BUDGET)
 
-    @pytest.mark.parametrize(
-        ("kind", "namespaces"),
-        [
-            (SegmentKind.TMPFS_HUGE, ["--mount"]),
-            (SegmentKind.TMPFS_HUGE_USERNS, ["--mount", "--user", "--map-root-user"]),
-        ],
-    )
-    def test_what_the_machine_allows_is_available(
-        self, kind: SegmentKind, namespaces: list[str]
-    ) -> None:
-        """A bug looks like a machine that allows none: the tests of the kind would be skipped."""
-        mount = "mount -t tmpfs -o huge=within_size none /mnt"
-        release = tuple(map(int, os.uname().release.split(".")[:2]))
-        if release < (5, 12) or shutil.which("unshare") is None:
-            pytest.skip("the kernel is too old, or there is no unshare(1)")
-        if subprocess.run(["unshare", *namespaces, "sh", "-c", mount]).returncode != 0:
-            pytest.skip(f"{' '.join(namespaces)}: not allowed on this machine")
-        host.open_memory(kind, budget_bytes=BUDGET).close()
-
-    def test_a_mount_that_cannot_be_sealed_is_closed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(host, "_new_tmpfs", lambda _: os.open(os.devnull, os.O_RDONLY))
-        monkeypatch.setattr(host, "_SYS_MOUNT_SETATTR", -1)
-        with pytest.raises(MemoryFailure, match=r"mount_setattr|open_tree"):
-            host.open_memory(SegmentKind.TMPFS_HUGE, budget_bytes=BUDGET)
-
     def test_memory_that_makes_no_segment_is_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
         closed: list[MemfdMemory] = []
         monkeypatch.setattr(MemfdMemory, "close", lambda memory: closed.append(memory))
@@ -395,44 +369,6 @@ class TestChoice:
         monkeypatch.setattr(host, "open_memory", fail)
         with pytest.raises(MemoryFailure, match=r"no kind .* here: memfd-huge: no; tmpfs-huge: no"):
             host.open_best(BUDGET)
-
-    def test_a_user_namespace_that_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse() -> None:
-            raise MemoryFailure("unshare: not here")
-
-        children = []
-        fork = os.fork
-
-        def noted_fork() -> int:
-            children.append(fork())
-            return children[-1]
-
-        monkeypatch.setattr(host, "_enter_user_namespace", refuse)
-        monkeypatch.setattr(os, "fork", noted_fork)
-        with pytest.raises(MemoryFailure, match="not here"):
-            host.open_memory(SegmentKind.TMPFS_HUGE_USERNS, budget_bytes=BUDGET)
-        (child,) = children
-        with pytest.raises(ChildProcessError):
-            os.waitpid(child, os.WNOHANG)
-
-    def test_a_child_that_dies(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(host, "_send_mounts_and_exit", lambda *_: os._exit(1))
-        with pytest.raises(MemoryFailure, match="the child died"):
-            host.open_memory(SegmentKind.TMPFS_HUGE_USERNS, budget_bytes=BUDGET)
-
-    def test_a_kernel_without_user_namespaces(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(host, "_libc", SimpleNamespace(unshare=lambda _: -1))
-        with pytest.raises(MemoryFailure, match="unshare"):
-            host._enter_user_namespace()
-
-
-def test_the_mount_is_in_no_mount_table(memory: HostMemory) -> None:
-    if not isinstance(memory, TmpfsMemory):
-        return
-    assert not any(map(os.get_inheritable, (memory._mount, memory._sealed)))
-    device = os.fstat(memory._mount).st_dev
-    with open("/proc/self/mountinfo") as file:
-        assert f" {os.major(device)}:{os.minor(device)} " not in file.read()
 
 
 def test_segments_outlive_their_memory(no_leak: None) -> None:

@@ -2,8 +2,8 @@
 
 A segment is made writable, filled once and sealed; then it is only handed out as a read-only
 descriptor. Sealing depends on the memory. A memfd is sealed by F_ADD_SEALS. A file of our own
-unattached tmpfs, for which F_ADD_SEALS is refused, is opened through a read-only clone of the
-mount: every way to a writable descriptor then ends in EROFS.
+tmpfs, for which F_ADD_SEALS is refused, is opened through a read-only mount of it: every way to a
+writable descriptor then ends in EROFS.
 
 All memory is allocated before the first byte is written (fallocate, or populating where huge pages
 depend on the mapping): a store into a hole that cannot be filled would be SIGBUS, not an error.
@@ -15,15 +15,10 @@ Huge pages decide the cost of the first touch, so kinds are tried in the order o
 from __future__ import annotations
 
 import abc
-import contextlib
-import ctypes
 import errno
 import itertools
 import mmap
 import os
-import signal
-import socket
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -31,6 +26,7 @@ from trims_shim.errors import MemoryFailure
 from trims_shim.memory.held import Held, charged_bytes
 from trims_shim.memory.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, round_up
 from trims_shim.memory.memfd import new_memfd, seal_memfd
+from trims_shim.memory.tmpfs import open_tmpfs
 from trims_shim.specs import SegmentKind
 
 __all__ = [
@@ -46,18 +42,7 @@ __all__ = [
 ]
 
 _SHMEM_HUGE = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
-# System call numbers are the same on every architecture since Linux 5.1 (asm-generic/unistd.h).
-_SYS_OPEN_TREE, _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 428, 430, 431, 432
-_SYS_MOUNT_SETATTR = 442
-_FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 1, 6
-_AT_EMPTY_PATH, _OPEN_TREE_CLONE = 0x1000, 1
-_MOUNT_ATTR_RDONLY = 1
-_CLONE_NEWUSER = 0x10000000
-_CLONE_NEWNS = 0x00020000
-
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(slots=True)
@@ -210,10 +195,10 @@ class MemfdMemory(HostMemory):
 
 
 class TmpfsMemory(HostMemory):
-    """Files of an unattached tmpfs with huge pages.
+    """Files of a tmpfs with huge pages that nobody else can reach.
 
-    ``mount`` is the writable mount, ``sealed`` a read-only clone of it; neither appears in any
-    mount table, and the file system vanishes with its last descriptor and mapping.
+    ``mount`` is the writable mount, ``sealed`` the read-only one; neither appears in any mount
+    table, and the file system vanishes with its last descriptor and mapping.
     """
 
     def __init__(self, mount: int, sealed: int, kind: SegmentKind) -> None:
@@ -334,11 +319,13 @@ def _open_memfd_huge(budget_bytes: int) -> HostMemory:
 
 
 def _open_tmpfs(budget_bytes: int) -> HostMemory:
-    return TmpfsMemory(*_mounts(budget_bytes), SegmentKind.TMPFS_HUGE)
+    mounts = open_tmpfs(budget_bytes, in_user_namespace=False)
+    return TmpfsMemory(*mounts, SegmentKind.TMPFS_HUGE)
 
 
 def _open_tmpfs_in_user_namespace(budget_bytes: int) -> HostMemory:
-    return TmpfsMemory(*_tmpfs_from_child(budget_bytes), SegmentKind.TMPFS_HUGE_USERNS)
+    mounts = open_tmpfs(budget_bytes, in_user_namespace=True)
+    return TmpfsMemory(*mounts, SegmentKind.TMPFS_HUGE_USERNS)
 
 
 def _open_memfd(budget_bytes: int) -> HostMemory:
@@ -351,121 +338,3 @@ _OPENERS: dict[SegmentKind, Callable[[int], HostMemory]] = {
     SegmentKind.TMPFS_HUGE_USERNS: _open_tmpfs_in_user_namespace,
     SegmentKind.MEMFD: _open_memfd,
 }
-
-
-def _mounts(budget_bytes: int) -> tuple[int, int]:
-    mount = _new_tmpfs(budget_bytes)
-    try:
-        return mount, _read_only_clone(mount)
-    except MemoryFailure:
-        os.close(mount)
-        raise
-
-
-def _new_tmpfs(budget_bytes: int) -> int:
-    """Make an unattached tmpfs mount (needs CAP_SYS_ADMIN in its user namespace)."""
-    context = _syscall("fsopen", _SYS_FSOPEN, ctypes.c_char_p(b"tmpfs"), 1)
-    try:
-        # Room for the budget, rounded up, and more; the store keeps the exact account.
-        size = round_up(budget_bytes, HUGE_PAGE_BYTES) + HUGE_PAGE_BYTES
-        for key, value in (("huge", "within_size"), ("size", str(size)), ("mode", "0700")):
-            _syscall(
-                f"tmpfs {key}={value}",
-                _SYS_FSCONFIG,
-                context,
-                _FSCONFIG_SET_STRING,
-                ctypes.c_char_p(key.encode()),
-                ctypes.c_char_p(value.encode()),
-                0,
-            )
-        _syscall("fsconfig", _SYS_FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0)
-        return _syscall("fsmount", _SYS_FSMOUNT, context, 1, 0)
-    finally:
-        os.close(context)
-
-
-def _read_only_clone(mount: int) -> int:
-    clone = _syscall(
-        "open_tree",
-        _SYS_OPEN_TREE,
-        mount,
-        ctypes.c_char_p(b""),
-        _OPEN_TREE_CLONE | _AT_EMPTY_PATH | os.O_CLOEXEC,
-    )
-    attributes = ctypes.create_string_buffer(struct.pack("QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0), 32)
-    try:
-        _syscall(
-            "mount_setattr",
-            _SYS_MOUNT_SETATTR,
-            clone,
-            ctypes.c_char_p(b""),
-            _AT_EMPTY_PATH,
-            attributes,
-            ctypes.c_size_t(32),
-        )
-    except MemoryFailure:
-        os.close(clone)
-        raise
-    return clone
-
-
-def _syscall(what: str, number: int, *arguments: object) -> int:
-    result = _libc.syscall(ctypes.c_long(number), *arguments)
-    if result < 0:
-        raise MemoryFailure(f"{what}: {os.strerror(ctypes.get_errno())}")
-    return int(result)
-
-
-def _tmpfs_from_child(budget_bytes: int) -> tuple[int, int]:
-    """Return both mounts, which a short-lived child makes in a user namespace and sends here.
-
-    The daemon itself must stay out of the namespace: it would see its clients' users as nobody.
-    Forks, so call it before any thread starts.
-    """
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        child = os.fork()
-        if child == 0:
-            _send_mounts_and_exit(theirs, budget_bytes)
-        theirs.close()
-        ours.settimeout(5)
-        try:
-            answer, descriptors, _, _ = socket.recv_fds(ours, 1024, 2)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.kill(child, signal.SIGKILL)
-            raise MemoryFailure(f"user namespace: {error}") from error
-        finally:
-            with contextlib.suppress(OSError):
-                os.waitpid(child, 0)
-    if len(descriptors) != 2:
-        raise MemoryFailure(answer.decode(errors="replace") or "user namespace: the child died")
-    for descriptor in descriptors:
-        os.set_inheritable(descriptor, False)
-    return descriptors[0], descriptors[1]
-
-
-def _send_mounts_and_exit(connection: socket.socket, budget_bytes: int) -> None:
-    try:
-        _enter_user_namespace()
-        mounts = _mounts(budget_bytes)
-        socket.send_fds(connection, [b"ok"], list(mounts))
-    # Border: this is a forked child; nothing may unwind into the daemon's stack.
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            connection.send(f"user namespace: {error}".encode()[:1000])
-    finally:
-        os._exit(0)
-
-
-def _enter_user_namespace() -> None:
-    uid, gid = os.geteuid(), os.getegid()
-    if _libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS) != 0:
-        raise MemoryFailure(f"unshare: {os.strerror(ctypes.get_errno())}")
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{uid} {uid} 1"),
-        ("gid_map", f"{gid} {gid} 1"),
-    ):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
