@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import signal
@@ -503,6 +504,18 @@ class TestLeaving:
         assert harness.loader.leaving_bytes() == 0
         with pytest.raises(KeyError):
             harness.loader.segment(DIGEST)
+
+    def test_how_long_it_took_whatever_the_clock_is_set_to(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        harness.adopted()
+        clock_ns = itertools.count(time.time_ns(), -3600 * 10**9)
+        monkeypatch.setattr(time, "time_ns", lambda: next(clock_ns))
+        finished = self.demote(harness)
+        assert finished.result is not None
+        assert finished.segment is not None
+        finished.segment.close()
+        assert 0 < finished.result.load_ns < PATIENCE_S * 1e9
 
     def test_damaged_memory_does_not(self, harness: Harness) -> None:
         segment = harness.adopted()

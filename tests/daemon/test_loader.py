@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import queue
 import sys
@@ -80,6 +81,17 @@ def test_adopt(harness: Harness) -> None:
     assert segment.descriptor == -1
     with pytest.raises(KeyError):
         harness.loader.segment(DIGEST)
+
+
+def test_how_long_it_took_whatever_the_clock_is_set_to(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock_ns = itertools.count(time.time_ns(), -3600 * 10**9)
+    monkeypatch.setattr(time, "time_ns", lambda: next(clock_ns))
+    finished = harness.load()
+    assert finished.result is not None
+    assert 0 < finished.result.load_ns < PATIENCE_S * 1e9
+    harness.loader.discard(finished.ingest)
 
 
 def test_a_segment_of_ours_is_settled_however_young(harness: Harness) -> None:

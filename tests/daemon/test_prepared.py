@@ -670,6 +670,15 @@ class TestTrust:
         world.hit(model)
         assert order.request.path == str(model)
 
+    def test_how_long_it_took_whatever_the_clock_is_set_to(
+        self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        world = make_world()
+        clock_ns = itertools.count(time.time_ns(), -3600 * 10**9)
+        monkeypatch.setattr(time, "time_ns", lambda: next(clock_ns))
+        world.make(model)
+        assert 0 < world.row().prepare_ns < PATIENCE_S * 1e9
+
     def test_a_file_that_is_gone_when_its_turn_comes(
         self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

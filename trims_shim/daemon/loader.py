@@ -88,6 +88,9 @@ class Load:
     digest: Digest
     meter: Meter
     started_ns: int = 0
+    """By the clock that files have their times from."""
+    begun_ns: int = 0
+    """By the one that is never set: how long it took orders evictions."""
     future: Future[None] | None = None
     seen_bytes: int = 0
     at_s: float = math.inf
@@ -113,7 +116,7 @@ class Load:
 
     def ended(self, digest: Digest, resident_bytes: int, *, is_settled: bool) -> Ingested:
         """Its result, now."""
-        return Ingested(digest, resident_bytes, is_settled, time.time_ns() - self.started_ns)
+        return Ingested(digest, resident_bytes, is_settled, time.monotonic_ns() - self.begun_ns)
 
 
 class Loads(abc.ABC, Generic[_Segment]):
@@ -265,7 +268,8 @@ class Loads(abc.ABC, Generic[_Segment]):
         segment: _Segment | None = None
         error: TrimsError | None = None
         name = load.opening.name
-        load.started_ns, load.at_s = time.time_ns(), time.monotonic()
+        load.started_ns, load.begun_ns = time.time_ns(), time.monotonic_ns()
+        load.at_s = time.monotonic()
         try:
             if load.action.is_only_hashed:
                 result = self._hashed(load)

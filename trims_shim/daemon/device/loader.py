@@ -382,7 +382,7 @@ class DeviceLoader(Loads[DeviceSegment]):
     def _copied(
         self, segment: DeviceSegment, digest: Digest, ingest: int, to: HostMemory
     ) -> Finished[SealedSegment]:
-        started_ns = time.time_ns()
+        begun_ns = time.monotonic_ns()
         try:
             computed, copy = self._download(segment, to)
         except TrimsError as error:
@@ -395,7 +395,7 @@ class DeviceLoader(Loads[DeviceSegment]):
             copy.close()
             failure = ReadFailed(f"image {digest[:12]} was damaged on {self.memory.device}")
             return Finished(ingest, None, None, failure)
-        result = Ingested(digest, copy.resident_bytes(), True, time.time_ns() - started_ns)
+        result = Ingested(digest, copy.resident_bytes(), True, time.monotonic_ns() - begun_ns)
         return Finished(ingest, result, copy, None)
 
     def _download(self, segment: DeviceSegment, to: HostMemory) -> tuple[Digest, SealedSegment]:

@@ -228,7 +228,7 @@ class Jobs:
         self._check_unchanged(job)
         self._check_memory(job.identity.size_bytes)
         job.young = ()
-        started_ns = time.time_ns()
+        started_ns, begun_ns = time.time_ns(), time.monotonic_ns()
         directory = self._files.make()
         try:
             reply = self._preparer.run(
@@ -243,7 +243,7 @@ class Jobs:
                 raise NotServed("preparer_confused", "it did not say what it has prepared")
             # The preparer has read it more than once, by its name.
             self._check_unchanged(job)
-            return self._files.publish(directory, _manifest(job, reply, started_ns))
+            return self._files.publish(directory, _manifest(job, reply, begun_ns))
         finally:
             self._files.delete(directory)
 
@@ -349,9 +349,8 @@ def _order(job: Job, directory: str) -> Order:
     return Order(request, job.interpreter, asked.search_path)
 
 
-def _manifest(job: Job, reply: duties.PrepareReply, started_ns: int) -> Manifest:
+def _manifest(job: Job, reply: duties.PrepareReply, begun_ns: int) -> Manifest:
     assert job.content is not None
-    now_ns = time.time_ns()
     return Manifest(
         layout=LAYOUT_VERSION,
         key=job.key,
@@ -359,8 +358,8 @@ def _manifest(job: Job, reply: duties.PrepareReply, started_ns: int) -> Manifest
         content=job.content,
         recipe=job.request.recipe,
         probe=reply.probe,
-        made_ns=now_ns,
-        prepare_ns=now_ns - started_ns,
+        made_ns=time.time_ns(),
+        prepare_ns=time.monotonic_ns() - begun_ns,
         names=(job.request.path,) if job.request.path else (),
         sources=() if job.known is None else (job.known,),
         model=FileStamp(0, 0, 0, 0),
