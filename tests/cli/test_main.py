@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main, make_parser
 
-from .conftest import Trims
+from .conftest import ROOT, Trims
 
 FIRST = ["demo", "run", "warm", "fetch"]
 LOOKING = ["status", "top", "info", "ls"]
@@ -222,6 +223,29 @@ def test_stdout_without_room_is_named(warmed: Trims) -> None:
         Exit.FAILED,
         "trims: stdout: No space left on device\n",
     )
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "runpy.run_module('trims_shim', run_name='__main__')",
+        "sys.exit(pkgutil.resolve_name({script!r})())",
+    ],
+    ids=["python -m", "script"],
+)
+def test_ctrl_c_amid_the_imports(trims: Trims, start: str) -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    (script,) = re.findall(r'^trims = "(trims_shim.*)"$', project, re.MULTILINE)
+    code = (
+        "import os, pkgutil, runpy, signal, sys\n"
+        "class CtrlC:\n"
+        "    def find_spec(name, *_):\n"
+        "        if name == 'trims_shim.cli.arguments':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, CtrlC)\n"
+    )
+    done = trims.python("-c", code + start.format(script=script), "--version")
+    assert (done.returncode, done.stdout, done.stderr) == (Exit.INTERRUPTED, "", "")
 
 
 @pytest.mark.parametrize(
