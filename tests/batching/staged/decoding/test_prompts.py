@@ -51,6 +51,12 @@ def test_padded_in_front(given: Any) -> None:
         ([5], ValueError, "a row of token ids"),
         ([[5.0, 6.5]], TypeError, "whole numbers"),
         (["hello"], TypeError, "not text; a tokenizer"),
+        (
+            [{"input_ids": [5], "max_tokens": 3}],
+            ValueError,
+            "input_ids, .*, seed, and no 'max_tokens'; did you mean 'max_new_tokens'",
+        ),
+        ({"input_ids": BEHIND, "mask": MASK}, ValueError, "attention_mask, .* and no 'mask'"),
         ([{"ids": [5]}], ValueError, r"has to have input_ids, and this one has \['ids'\]"),
     ],
 )

@@ -9,11 +9,13 @@ from typing import Any
 from trims_shim.batching.collating.padding import Padded
 from trims_shim.batching.staged.decoding.key_values import NOTHING_SEEN, KeyValues
 from trims_shim.batching.staged.decoding.sampling import GREEDY, Chance, Sampling, chance_of
+from trims_shim.suggestions import did_you_mean
 
 __all__ = ["Prompts", "prompts_of"]
 
 
 _WISHES = ("temperature", "top_k", "top_p", "seed")
+_KEYS = ("input_ids", "attention_mask", "max_new_tokens", *_WISHES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,8 @@ def prompts_of(
     """Convert collated prompts: a list of them, a :class:`Padded`, a mapping, or a tensor.
 
     ``sampling`` is for prompts that do not ask for their own. Raises ValueError for a prompt that
-    has no tokens, has more than one axis, or asks for no new tokens, and for impossible sampling;
-    TypeError for tokens that are no whole numbers.
+    has no tokens, has more than one axis, asks for no new tokens, or has a key of another name, and
+    for impossible sampling; TypeError for tokens that are no whole numbers.
     """
     import torch
 
@@ -134,6 +136,10 @@ def _parts(batch: Any) -> tuple[Any, Any, Any]:
     if isinstance(batch, Mapping):
         if "input_ids" not in batch:
             raise ValueError(f"a prompt has to have input_ids, and this one has {list(batch)}")
+        for key in batch:
+            if key not in _KEYS:
+                meant = did_you_mean(str(key), _KEYS)
+                raise ValueError(f"a prompt may have {', '.join(_KEYS)}, and no {key!r}{meant}")
         return batch["input_ids"], batch.get("attention_mask"), batch.get("max_new_tokens")
     return batch, None, None
 
