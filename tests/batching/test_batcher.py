@@ -385,6 +385,16 @@ def test_update_changes_later_batches_and_deadlines() -> None:
         assert batcher(1) == 1
 
 
+def test_update_to_no_objective() -> None:
+    with greedy(double, slo_ms=5) as batcher:
+        batcher.update(max_batch_size=2)
+        assert batcher.slo_ms == 5, "what is left out stays"
+        batcher.update(slo_ms=None)
+        assert batcher.slo_ms is None
+        assert batcher.max_batch_size == 2
+        assert batcher._request((1,), BlockedCall(), None, 0).deadline_ns == NEVER_NS
+
+
 # --- deadlines ------------------------------------------------------------------------------------
 
 

@@ -46,7 +46,9 @@ _MOST = 1 << 20
 """Bounds memory: a profile has a latency for each batch size, a queue a token for each place."""
 
 
-def objective_ns(slo_ms: float) -> int:
+def objective_ns(slo_ms: float | None) -> int:
+    if slo_ms is None:
+        return NEVER_NS
     limit_ns = span_ns("slo_ms", slo_ms)
     if slo_ms <= 0:
         raise ValueError(f"slo_ms is {slo_ms}; nothing could be answered in time")

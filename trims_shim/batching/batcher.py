@@ -15,7 +15,7 @@ import time
 import typing
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
-from types import GenericAlias, MethodType, ModuleType
+from types import EllipsisType, GenericAlias, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 
 from trims_shim.batching.arguments import (
@@ -210,7 +210,7 @@ class Batcher(Generic[Item, Result, Piece]):
         self.__isabstractmethod__ = getattr(function, "__isabstractmethod__", False)
         self.name = given_name or name_of(function)
         self._function = function
-        slo_ns = NEVER_NS if slo_ms is None else objective_ns(slo_ms)
+        slo_ns = objective_ns(slo_ms)
         self._weight = weight
         self._clock_ns = clock_ns
         self._owner: object = None
@@ -477,9 +477,14 @@ class Batcher(Generic[Item, Result, Piece]):
         stats: StagedStats = engine.stage_stats()
         return stats
 
-    def update(self, *, slo_ms: float | None = None, max_batch_size: int | None = None) -> None:
-        """Change the objective of later requests, or the size of later batches."""
-        if slo_ms is not None:
+    def update(
+        self, *, slo_ms: float | EllipsisType | None = ..., max_batch_size: int | None = None
+    ) -> None:
+        """Change the objective of later requests (None for no limit), or the size of later batches.
+
+        What is left out stays as it is.
+        """
+        if not isinstance(slo_ms, EllipsisType):
             self._engine.slo_ns = objective_ns(slo_ms)
         if max_batch_size is not None:
             self._engine.resize(whole("max_batch_size", max_batch_size))

@@ -115,7 +115,7 @@ class FlexBatcher(Batcher[str, Any]):
         of_models = slo_ms if isinstance(slo_ms, Mapping) else {}
         self._slos_ns = _slos_ns(of_models, models)
         single_ms = None if isinstance(slo_ms, Mapping) else slo_ms
-        slo_ns = NEVER_NS if single_ms is None else objective_ns(single_ms)
+        slo_ns = objective_ns(single_ms)
         self._clock_ns = clock_ns
         self._owner: object = None
         functions = FlexFunctions(
