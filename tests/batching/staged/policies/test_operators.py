@@ -140,7 +140,9 @@ def test_it_is_nearly_as_good_as_the_best_way(size: int, scale: int, preferred: 
 
 @given(size=st.integers(2, 16), stage=st.integers(0, 2))
 def test_ways_are_of_all_requests(size: int, stage: int) -> None:
-    for sizes in ways_to_split(UNET, stage, size):
+    ways = list(ways_to_split(UNET, stage, size))
+    assert ways
+    for sizes in ways:
         assert len(sizes) > 1
         assert min(sizes) > 0
         assert sum(sizes) == size
