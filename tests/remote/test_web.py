@@ -69,6 +69,24 @@ def test_lengths(web: WebServer) -> None:
         looked(web.put("endless", CONTENT, has_ranges=False, length=-1))
 
 
+def test_what_a_server_compresses_unasked_is_not_the_file(web: WebServer) -> None:
+    """Objects that were stored with an encoding, and proxies that ask for one."""
+    url = web.put("model.json", CONTENT, encoding="gzip")
+    with pytest.raises(RemoteError, match=r"model\.json: .* compressed \(gzip\).*not asked for"):
+        read(url)
+    url = web.put("plain.json", CONTENT, encoding="identity")
+    (file,) = WebFiles(url).list().files
+    web.files["plain.json"].encoding = "br"
+    with pytest.raises(RemoteError, match=r"compressed \(br\)"):
+        list(WebFiles(url).read(file, 0, file.size_bytes))
+
+
+def test_what_is_compressed_itself_is_the_file(web: WebServer) -> None:
+    """Apache calls that an encoding, too (``AddEncoding x-gzip .gz``)."""
+    assert read(web.put("model.tar.gz", CONTENT, encoding="x-gzip")) == CONTENT
+    assert read(web.put("model.bin", CONTENT, encoding="aws-chunked")) == CONTENT
+
+
 def test_a_date_tells_of_a_change_where_no_tag_does(web: WebServer) -> None:
     url = web.put("vit.pt", CONTENT, tag="", date="Mon, 01 Jun 2026 00:00:00 GMT")
     files = WebFiles(url)

@@ -42,6 +42,8 @@ class Served:
     password: str = ""
     kind: str = ""
     """Content-Type."""
+    encoding: str = ""
+    """Content-Encoding."""
     odd_one: bytes = b""
     """What the second body is of: one of the servers behind this name has another version."""
     changes_to: list[bytes] = field(default_factory=list)
@@ -94,7 +96,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self, served: Served) -> None:
         content, etag = served.content, served.etag
         first, last, status = 0, len(content), 200
-        known = {"ETag": etag, "Last-Modified": served.date, "Content-Type": served.kind}
+        known = {
+            "ETag": etag,
+            "Last-Modified": served.date,
+            "Content-Type": served.kind,
+            "Content-Encoding": served.encoding,
+        }
         headers = {name: value for name, value in known.items() if value}
         asked = self.headers.get("Range", "").removeprefix("bytes=")
         is_look = asked == "0-0"

@@ -39,6 +39,10 @@ _GONE = (404, 410)
 _REFUSED = (401, 403, 407)
 _EMPTY = 416
 """No byte of an empty file can be had."""
+_COMPRESSIONS = ("gzip", "x-gzip", "deflate", "br", "zstd", "compress", "x-compress")
+"""Not "aws-chunked", with which some stores call bytes that are as they should be."""
+_COMPRESSED = (".gz", ".tgz", ".z", ".bz2", ".xz", ".br", ".zst")
+"""Names of files that are compressed themselves, which some servers (Apache) call an encoding."""
 _Response: TypeAlias = "HTTPResponse | urllib.error.HTTPError"
 
 
@@ -196,6 +200,7 @@ def _answer(url: str, headers: dict[str, str]) -> Iterator[_Response]:
         request.add_unredirected_header("Authorization", password)
     try:
         with _opened(request) as response:
+            _check_encoding(response, url)
             yield response
     except urllib.error.HTTPError as error:
         raise _meaning(error, url) from error
@@ -204,6 +209,17 @@ def _answer(url: str, headers: dict[str, str]) -> Iterator[_Response]:
         # urllib wraps what is raised while it connects, without `from`.
         diagnostics.pass_on(reason if isinstance(reason, BaseException) else error)
         raise RemoteUnreachable(f"{shown(url)}: not reachable: {reason}") from error
+
+
+def _check_encoding(response: _Response, url: str) -> None:
+    """Raises RemoteError if these are not the bytes of the file: without being asked for, some
+    proxies compress, and stores give what was stored compressed."""
+    encoding = response.headers.get("Content-Encoding", "").lower()
+    if encoding in _COMPRESSIONS and not name_of(url).lower().endswith(_COMPRESSED):
+        raise RemoteError(
+            f"{shown(url)}: the server sends it compressed ({encoding}), which was not asked for; "
+            "store it there as it is, or turn that off"
+        )
 
 
 def _opened(request: urllib.request.Request) -> _Response:
