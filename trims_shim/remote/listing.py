@@ -37,6 +37,8 @@ _SIGNED_BY = re.compile(
 )
 _USER = re.compile(r"://[^/]*@")
 _PASSWORD = re.compile(r"(://[^/@:]*):[^/@]*(?=@)")
+_STORE_VERSION = re.compile(r"(\?(versionid|generation)=[^?/]*|#[0-9]{10,})$", re.IGNORECASE)
+"""How s3fs, adlfs and gcsfs name one version of an object."""
 _KEY_DIGITS = 20
 _PART_LIMIT_BYTES = 255
 _NAME_LIMIT_BYTES = 2048
@@ -146,7 +148,7 @@ def name_of(url: str) -> str:
         split = urlsplit(url)
         # Not unquoted as a whole: "%2F" does not divide parts.
         return unquote((split.netloc + split.path).rstrip("/").rpartition("/")[2])
-    path = url.partition("::")[0].partition("://")[2]
+    path = _STORE_VERSION.sub("", url.partition("::")[0].partition("://")[2])
     return path.rstrip("/").rpartition("/")[2]
 
 
