@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 import sys
@@ -157,6 +158,24 @@ def test_what_does_not_come_in_parts_comes_in_pieces(
     files.is_concurrent = is_concurrent
     pieces = list(files.read(file, 1, file.size_bytes if has_size else None))
     assert [len(piece) for piece in pieces] == [1 << 20, 1 << 20]
+
+
+def test_sftp_is_asked_ahead_and_not_for_each_round_trip(memory: MemoryFileSystem) -> None:
+    """As paramiko's files are: some megabytes, not all of a file that may not fit in memory."""
+    size_bytes = (17 << 20) + 5
+    asked: list[tuple[int, int]] = []
+
+    class Ahead(io.BytesIO):
+        def prefetch(self, until: int) -> None:
+            asked.append((self.tell(), until))
+
+    memory.pipe("/models/vit.pt", content := CONTENT * 180)
+    files = StoreFiles("memory://models/vit.pt")
+    (file,) = files.list().files
+    files._files = SimpleNamespace(open=lambda path, mode: Ahead(content))
+    assert b"".join(files.read(file, 5, size_bytes)) == content[5:size_bytes]
+    ahead = 8 << 20
+    assert asked == [(5, 5 + ahead), (5 + ahead, 5 + 2 * ahead), (5 + 2 * ahead, size_bytes)]
 
 
 def test_parts_of_what_can_take_several_requests() -> None:

@@ -19,6 +19,7 @@ from trims_shim.remote.listing import Listing, RemoteFile, name_of, shown
 __all__ = ["StoreFiles"]
 
 _CHUNK_BYTES = 1 << 20
+_AHEAD_BYTES = 8 << 20
 _TOKENS = (
     *("ETag", "etag", "generation", "md5Hash", "content_md5", "checksum", "mtime"),
     *("LastModified", "last_modified", "updated", "modified", "modify", "created"),
@@ -80,8 +81,15 @@ class StoreFiles:
                 return
             with self._files.open(file.place, "rb") as opened:
                 opened.seek(start)
-                while piece := opened.read(_CHUNK_BYTES):
-                    yield piece
+                if end is None or not hasattr(opened, "prefetch"):
+                    yield from iter(lambda: opened.read(_CHUNK_BYTES), b"")
+                    return
+                # sftp's: each 32 KiB would be waited for. All at once might not fit in memory.
+                for first in range(start, end, _AHEAD_BYTES):
+                    last = min(first + _AHEAD_BYTES, end)
+                    opened.prefetch(last)
+                    for at in range(first, last, _CHUNK_BYTES):  # paramiko is slow at more
+                        yield opened.read(min(_CHUNK_BYTES, last - at))
 
 
 def _file(name: str, place: str, info: Mapping[str, Any]) -> RemoteFile:
