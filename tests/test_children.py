@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 import trims_shim
 from trims_shim import children
-from trims_shim.children import NoAnswer, ask_child, search_path
+from trims_shim.children import NoAnswer, NoInterpreter, ask_child, interpreter, search_path
 
 
 def test_directories_that_are_the_same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,3 +44,68 @@ def test_a_child_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "_TIMEOUT_S", 0.2)
     with pytest.raises(NoAnswer, match=r"^no answer within 0.2 s$"):
         ask_child("import time; time.sleep(60)")
+
+
+# --- which interpreter ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def embedding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The program of this process, by the kernel's word; it notes that it was started."""
+    program = tmp_path / "pythonic-server"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    program.chmod(0o700)
+    running = tmp_path / "running"
+    running.symlink_to(program)
+    monkeypatch.setattr(children, "_RUNNING", str(running))
+    monkeypatch.setattr(sys, "executable", str(program))
+    return program
+
+
+@pytest.mark.parametrize("executable", ["", None, "/usr/bin/uwsgi", "/no/such/python3"])
+def test_the_running_interpreter_where_none_is_named(
+    monkeypatch: pytest.MonkeyPatch, executable: str | None
+) -> None:
+    """For example, it was started without a path."""
+    monkeypatch.setattr(sys, "executable", executable)
+    assert os.path.samefile(interpreter(), "/proc/self/exe")
+
+
+@pytest.mark.parametrize("executable", ["", "the program", shutil.which("python3")])
+def test_a_program_that_embeds_python(
+    monkeypatch: pytest.MonkeyPatch, embedding: Path, tmp_path: Path, executable: str
+) -> None:
+    """A server such as uWSGI: the interpreter beside its library is as good.
+
+    Found: the server was to be started a second time; and where Python knew no path, no daemon was
+    started. Another Python, the first in PATH, may be of another version.
+    """
+    monkeypatch.setattr(sys, "executable", executable.replace("the program", str(embedding)))
+    assert interpreter().startswith(sys.exec_prefix)
+    monkeypatch.setattr(sys, "exec_prefix", str(tmp_path))
+    with pytest.raises(NoInterpreter, match="is no Python"):
+        interpreter()
+
+
+def test_without_proc_the_name_counts(
+    monkeypatch: pytest.MonkeyPatch, embedding: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(children, "_RUNNING", "/no/such/link")
+    monkeypatch.setattr(sys, "exec_prefix", str(tmp_path))
+    with pytest.raises(NoInterpreter):
+        interpreter()
+    python = embedding.rename(tmp_path / "python3")
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert interpreter() == str(python)
+
+
+def test_a_frozen_program_is_not_run_again(
+    monkeypatch: pytest.MonkeyPatch, embedding: Path, tmp_path: Path
+) -> None:
+    """Found: it was started by ``trims_shim.info()``, called that again, and so on."""
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    monkeypatch.setattr(sys, "executable", str(embedding.rename(tmp_path / "python3")))
+    with pytest.raises(NoAnswer, match="is no Python"):
+        ask_child("print(1)")
+    assert trims_shim.info()
+    assert not (tmp_path / "ran").exists()

@@ -5,21 +5,69 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable
 from typing import Any
 
 from trims_shim.config import PACKAGE_DIRECTORY, is_setting
 
-__all__ = ["NoAnswer", "ask_child", "be_called", "library_first", "search_path"]
+__all__ = [
+    "NoAnswer",
+    "NoInterpreter",
+    "ask_child",
+    "be_called",
+    "interpreter",
+    "library_first",
+    "search_path",
+]
 
 _PR_SET_NAME = 15
 _TIMEOUT_S = 20
 _PREPARE = "import json, sys; sys.path[:] = json.loads(sys.argv[1])\n"
+_RUNNING = "/proc/self/exe"
+_PYTHON = re.compile(r"(python|pypy)[0-9.]*[a-z]?")
 
 
 class NoAnswer(Exception):
     """A child interpreter gave no answer."""
+
+
+class NoInterpreter(Exception):
+    """This program's Python is known to have no interpreter that could be started."""
+
+
+def interpreter() -> str:
+    """Return the path of an interpreter like this one. Raises NoInterpreter.
+
+    Not always ``sys.executable``: that may be the program itself, which would run a second time
+    (frozen, or a server that embeds Python), nothing, or a script that a profiler has put in its
+    place to profile what the program starts (scalene).
+    """
+    executable = sys.executable or ""
+    if not getattr(sys, "frozen", False):
+        running = _running()
+        if _is_python(running):
+            is_same = os.path.exists(executable) and os.path.samefile(running, executable)
+            return executable if is_same else running
+        # Embedded. ``sys.executable`` may also be another Python, the first one in PATH.
+        name = f"python{sys.version_info.major}.{sys.version_info.minor}{sys.abiflags}"
+        installed = os.path.join(sys.exec_prefix, "bin", name)
+        for path in (installed,) if running else (executable, installed):
+            if _is_python(path):
+                return path
+    raise NoInterpreter(f"this program's interpreter ({executable or 'unknown'}) is no Python")
+
+
+def _running() -> str:
+    try:
+        return os.readlink(_RUNNING)
+    except OSError:  # without /proc
+        return ""
+
+
+def _is_python(path: str) -> bool:
+    return bool(_PYTHON.fullmatch(os.path.basename(path))) and os.path.exists(path)
 
 
 def ask_child(code: str) -> Any:
@@ -33,7 +81,7 @@ def ask_child(code: str) -> Any:
     environment = {k: v for k, v in os.environ.items() if not is_setting(k)}
     try:
         answer = subprocess.run(
-            [sys.executable or "python3", "-I", "-c", _PREPARE + code, json.dumps(search_path())],
+            [interpreter(), "-I", "-c", _PREPARE + code, json.dumps(search_path())],
             env=environment,
             cwd="/",
             stdin=subprocess.DEVNULL,
@@ -47,8 +95,8 @@ def ask_child(code: str) -> Any:
     except subprocess.CalledProcessError as error:
         last = error.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise NoAnswer(last or f"status {error.returncode}") from error
-    # For example, the interpreter is embedded, or no process can start.
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
+    # For example, no process can start.
+    except (NoInterpreter, OSError, subprocess.SubprocessError, ValueError) as error:
         raise NoAnswer(str(error)) from error
 
 

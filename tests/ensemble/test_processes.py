@@ -311,7 +311,7 @@ def test_a_worker_is_started_again_where_the_first_one_was(
 
 def test_a_frozen_program_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "frozen", True, raising=False)
-    with pytest.raises(EnsembleError, match="is a frozen program, which cannot start workers"):
+    with pytest.raises(EnsembleError, match="is no Python and cannot start workers"):
         Ensemble([Member("a", members.row_sums)], devices=["cpu"])
 
 

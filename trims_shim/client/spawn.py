@@ -12,12 +12,10 @@ import errno
 import fcntl
 import json
 import os
-import re
-import sys
 import time
 from collections.abc import Iterator
 
-from trims_shim.children import search_path
+from trims_shim.children import NoInterpreter, interpreter, search_path
 from trims_shim.errors import (
     DaemonStartFailed,
     DaemonTimeout,
@@ -34,8 +32,6 @@ _POLL_S = 0.02
 _REASON_LIMIT_BYTES = 4000
 _REPORT = 3
 """The descriptor of the report pipe in the new process."""
-_RUNNING = "/proc/self/exe"
-_PYTHON = re.compile(r"(python|pypy)[0-9.]*[a-z]?")
 _children: list[int] = []
 """Process ids of first forks, which end at once."""
 _locks: list[int] = []
@@ -226,21 +222,12 @@ def _take_statuses() -> list[int]:
 
 
 def _interpreter() -> str:
-    executable = sys.executable or ""
-    name = os.path.basename(executable).lower()
-    # A frozen interpreter (PyInstaller, cx_Freeze) would run the program a second time.
-    is_python = "python" in name and not getattr(sys, "frozen", False)
-    if not is_python or not os.path.exists(executable):
-        raise DaemonUnavailable(
-            f"this program's interpreter ({executable or 'unknown'}) cannot start the daemon; "
-            f"run `trims daemon` first"
-        )
-    # A profiler may have put a script in its place, to profile what the program starts (scalene).
-    with contextlib.suppress(OSError):
-        running = os.readlink(_RUNNING)
-        if _PYTHON.fullmatch(os.path.basename(running)) and os.path.exists(running):
-            return executable if os.path.samefile(running, executable) else running
-    return executable
+    try:
+        return interpreter()
+    except NoInterpreter as error:
+        raise DaemonStartFailed(
+            f"{error} and cannot start the daemon; run `trims daemon` first"
+        ) from error
 
 
 def _read_line(reader: int, deadline: float, endpoint: Endpoint) -> str:

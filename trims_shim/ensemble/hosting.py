@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from trims_shim.children import NoInterpreter, interpreter
 from trims_shim.config import PACKAGE_DIRECTORY
 from trims_shim.ensemble import messages
 from trims_shim.ensemble.channel import Channel
@@ -53,10 +54,10 @@ def pickled(load: Callable[[str], Any], member: str) -> bytes:
             "an ensemble is made while a process imports this program's main module; make it "
             "under `if __name__ == '__main__':`"
         )
-    if getattr(sys, "frozen", False):
-        raise EnsembleError(
-            f"{sys.executable} is a frozen program, which cannot start workers; run it with Python"
-        )
+    try:
+        interpreter()
+    except NoInterpreter as error:
+        raise EnsembleError(f"{error} and cannot start workers; run it with Python") from error
     try:
         content = pickle.dumps(load)
     except Exception as error:
@@ -199,7 +200,7 @@ def _started(descriptor: int, threads: int, directory: str) -> subprocess.Popen[
     with _without_interrupts():
         return subprocess.Popen(
             [
-                sys.executable,
+                interpreter(),
                 *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
                 "-u",  # it may end at any time, and what it has printed should be there
                 "-c",
