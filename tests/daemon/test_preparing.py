@@ -306,6 +306,18 @@ class TestDistrust:
         assert reply is not None
         assert (reply.reason, reply.is_lasting) == ("preparer_not_started", False)
 
+    def test_a_package_that_is_gone(
+        self, fakes: Fakes, monkeypatch: pytest.MonkeyPatch, no_leak: None
+    ) -> None:
+        """Found: preparers died of it, and models that killed two of them were refused for good."""
+        monkeypatch.setattr(preparing, "PACKAGE_DIRECTORY", "/nowhere/trims_shim")
+        order = fakes.order()
+        reply = fakes.preparer().run(order, yes)
+        os.close(order.request.source)
+        assert reply is not None
+        assert (reply.reason, reply.is_lasting) == ("preparer_not_started", False)
+        assert "/nowhere/trims_shim was removed under the daemon" in reply.message
+
 
 class TestClose:
     def test_what_runs_is_ended(self, fakes: Fakes) -> None:

@@ -11,6 +11,7 @@ replied, said nonsense or run out of time. If it dies or stalls, the reply is ma
 from __future__ import annotations
 
 import contextlib
+import importlib.machinery
 import json
 import logging
 import os
@@ -116,6 +117,10 @@ class Preparer:
     def _start(self, order: Order, descriptor: int) -> subprocess.Popen[bytes] | PrepareReply:
         if self._closing.is_set():
             return _failed("stopping", "the daemon is stopping")
+        if not _has_package():
+            # An environment of one run (`uv run --with`), or a cache that was cleaned.
+            message = f"{PACKAGE_DIRECTORY} was removed under the daemon; run `trims stop`"
+            return _failed("preparer_not_started", message)
         try:
             # Not under the lock: it may hang, as the interpreter may be on a server that is gone.
             child = _launch(order, descriptor, self._arguments)
@@ -181,6 +186,12 @@ class Preparer:
             how,
         )
         return reply
+
+
+def _has_package() -> bool:
+    """Whether preparers can import what the daemon has imported; it may be in an archive."""
+    home = os.path.dirname(PACKAGE_DIRECTORY)
+    return importlib.machinery.PathFinder.find_spec("trims_shim", [home]) is not None
 
 
 def _failed(reason: str, message: str) -> PrepareReply:
