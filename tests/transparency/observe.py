@@ -148,7 +148,7 @@ class Observer:
         # The bytes of an array of objects are addresses.
         if array.dtype.hasobject:
             return {**described, "items": [self.describe(item) for item in array.flat]}
-        return {**described, "sha256": _digest(array.tobytes())}
+        return {**described, "sha256": _digest(_row_major(array))}
 
     def _storage_object(self, storage: Any) -> Any:
         untyped = storage if not hasattr(storage, "_untyped_storage") else storage._untyped_storage
@@ -247,21 +247,32 @@ def _quantizer(tensor: Any) -> list[str]:
     ]
 
 
-def _logical_bytes(tensor: Any) -> bytes:
+# What the following return is hashed where it lies, if it can be: most of what a case costs is
+# memory that its process touches for the first time.
+
+
+def _row_major(array: Any) -> Any:
+    """What ``array.tobytes()`` returns, without a copy of what is in that order already."""
+    import numpy
+
+    return numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
+
+
+def _logical_bytes(tensor: Any) -> Any:
     """The values in row-major order, as bytes, whatever the layout in memory."""
     import torch
 
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    return plain.view(torch.uint8).numpy() if plain.numel() else b""
 
 
-def _storage_bytes(storage: Any) -> bytes:
+def _storage_bytes(storage: Any) -> Any:
     import torch
 
     # bytes(storage) would go through one Python integer for each byte.
     whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-    return whole.numpy().tobytes() if whole.numel() else b""
+    return whole.numpy() if whole.numel() else b""
 
 
-def _digest(data: bytes) -> str:
+def _digest(data: Any) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
