@@ -7,6 +7,8 @@ TORCH ?= torch==2.13.0
 # For two processors; some tests mostly wait. In the order of tests/conftest.py: xdist's own has the
 # files of few tests last, slow or not.
 PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
+# Set in many containers: each of the tests' processes would compile the package anew.
+export PYTHONDONTWRITEBYTECODE =
 STAMP = $(VENV)/.installed
 
 .PHONY: demo test lint bench bench-ort bench-batching gpu-check docs setup clean
