@@ -25,7 +25,7 @@ def _model(work: Work, seed: int) -> Any:
     return work.directory / "model.onnx"
 
 
-@case(fresh=True, early=False, served=True)
+@case(early=False, served=True)
 def names_imported_before_the_shim(work: Work) -> object:
     """``from onnxruntime import InferenceSession``, subclasses and options from before."""
     path = _model(work, 100)
@@ -55,7 +55,7 @@ def names_imported_before_the_shim(work: Work) -> object:
     return [[described(each), ran(each, feeds)] for each in [before, *sessions]]
 
 
-@case(fresh=True, early=False)
+@case(early=False)
 def options_from_before_the_shim(work: Work) -> object:
     """What was configured before the shim came cannot be known, and must hold all the same."""
     path = _model(work, 100)
@@ -72,7 +72,7 @@ def options_from_before_the_shim(work: Work) -> object:
     return [described(session), ran(session, made("transformer", 100).feeds)]
 
 
-@case(fresh=True, served=True)
+@case(served=True)
 def names_imported_after_the_shim(work: Work) -> object:
     path = _model(work, 100)
     from onnxruntime import InferenceSession
@@ -113,7 +113,7 @@ print(session.run(None, {{"ids": numpy.arange(6).reshape(2, 3)}})[0].tobytes().h
 """
 
 
-@case(fresh=True)
+@case()
 def programs_of_their_own(work: Work) -> object:
     """Warnings as errors, development mode, isolated, and without onnxruntime at all."""
     _model(work, 100)
@@ -132,7 +132,7 @@ def programs_of_their_own(work: Work) -> object:
     ]
 
 
-@case(fresh=True)
+@case()
 def without_prepacking(work: Work) -> object:
     """``TRIMS_ORT_PREPACK=off`` gives what session.disable_prepacking gives, served or not."""
     _model(work, 100)

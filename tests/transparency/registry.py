@@ -26,9 +26,9 @@ TOPICS = tuple(
 )
 """Every module ``cases_<topic>`` beside this one."""
 
-BATCH_OF_TOPIC = {"transformers": "transformers"}
-"""Topics whose import is slow have their own process; all others share the batch ``torch``,
-or ``onnxruntime``."""
+OWN_BATCH = {"transformers", "fresh", "ort_fresh"}
+"""Topics whose import is slow, or that must find nothing imported, have their own process; all
+others share the batch ``torch``, or ``onnxruntime``."""
 
 
 @dataclass
@@ -63,9 +63,8 @@ class Case:
 
     ``served``: True where the cache must have served at least one load, False where it must have
     served none, None where either is right. ``elided``: the same for load_state_dict's copies.
-    ``fresh``: the case needs an interpreter of its own. ``early``: the shim is imported before the
-    case starts (else the case calls ``work.enable_shim()``). ``reason``: what must be counted as
-    the reason of a fallback.
+    ``early``: the shim is imported before the case starts (else the case calls
+    ``work.enable_shim()``). ``reason``: what must be counted as the reason of a fallback.
     """
 
     name: str
@@ -73,7 +72,6 @@ class Case:
     topic: str
     served: bool | None = None
     elided: bool | None = None
-    fresh: bool = False
     early: bool = True
     timeout_s: float = 120.0
     reason: str = ""
@@ -86,9 +84,9 @@ class Case:
     @property
     def batch(self) -> str:
         """The process the case runs in."""
-        if self.fresh:
-            return f"fresh:{self.name}"
-        return "onnxruntime" if self.is_prepared else BATCH_OF_TOPIC.get(self.topic, "torch")
+        if self.topic in OWN_BATCH:
+            return self.topic
+        return "onnxruntime" if self.is_prepared else "torch"
 
     def served_in(self, label: str) -> bool | None:
         """``served``, for a pass: the first one only makes the daemon prepare a model."""

@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     selected = [case for case in table.values() if _matches(case, options.patterns)]
     if options.list:
         for case in selected:
-            print(f"{case.name:60} served={case.served} elided={case.elided} fresh={case.fresh}")
+            print(f"{case.name:60} served={case.served} elided={case.elided}")
         print(f"{len(selected)} cases")
         return 0
     with contextlib.ExitStack() as stack:
