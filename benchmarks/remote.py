@@ -19,7 +19,7 @@ from http.server import BaseHTTPRequestHandler
 from multiprocessing.connection import Connection
 
 import trims_shim
-from trims_shim.remote import downloading, web
+from trims_shim.remote import streams, web
 
 SERVERS = ((20.0, 0.05), (50.0, 0.03), (100.0, 0.03), (0.0, 0.03), (0.0, 0.0))
 """MB a second for each connection (0: no limit), and seconds before the first byte."""
@@ -95,13 +95,13 @@ def main() -> None:
 def _row(base: str, rate: float, pause: float, path: str, how: argparse.Namespace) -> str:
     took: dict[int, list[float]] = {each: [] for each in STREAMS}
     for number in range(how.repeats):
-        for streams in STREAMS:
-            downloading.STREAMS = streams
-            web.WebFiles.is_concurrent = streams > 1
+        for count in STREAMS:
+            streams.STREAMS = count
+            web.WebFiles.is_concurrent = count > 1
             start = time.monotonic()
             # The query makes it another file, which is not there yet.
-            copy = trims_shim.fetch(f"{base}/{rate}/{pause}{path}?{number},{streams}")
-            took[streams].append(time.monotonic() - start)
+            copy = trims_shim.fetch(f"{base}/{rate}/{pause}{path}?{number},{count}")
+            took[count].append(time.monotonic() - start)
             os.unlink(copy)  # As this process lives, the budget does not apply.
     speeds = (how.size_mb * 1.048576 / statistics.median(each) for each in took.values())
     return " | ".join(f"{speed:.0f} MB/s" for speed in speeds)

@@ -13,8 +13,9 @@ import pytest
 
 from trims_shim.errors import RemoteUnreachable
 from trims_shim.remote import downloading
-from trims_shim.remote.downloading import STREAMS, download
+from trims_shim.remote.downloading import download
 from trims_shim.remote.listing import Listing, RemoteFile
+from trims_shim.remote.streams import STREAMS
 
 CONTENT = os.urandom(100_000)
 PART_BYTES = 1000
@@ -206,6 +207,87 @@ def test_files_are_counted_together(tmp_path: Path) -> None:
     assert seen == sorted(seen)
     assert seen[-1] == 2 * len(CONTENT)
     assert {(tmp_path / name).read_bytes() for name in names} == {CONTENT}
+
+
+SMALL = {f"bert/{number:02}": os.urandom(number + 1) for number in range(3 * STREAMS)}
+
+
+class Folder(Fake):
+    """Many small files, and a large one among them."""
+
+    is_seekable = True
+
+    def __init__(self, **how: bool) -> None:
+        super().__init__(**how)
+        self.contents = SMALL | {"bert/10": CONTENT}
+        self.asked: list[str] = []
+
+    def list(self) -> Listing:
+        files = sorted(self.contents.items())
+        return Listing(tuple(RemoteFile(n, n, len(c), "1", self.is_seekable) for n, c in files))
+
+    def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[bytes]:
+        self.asked.append(file.name)
+        yield self.contents[file.name][start:end]
+
+    def arrived(self, directory: Path) -> bool:
+        return all((directory / n).read_bytes() == c for n, c in self.contents.items())
+
+
+def test_small_files_are_read_at_the_same_time_and_not_more_than_streams(tmp_path: Path) -> None:
+    others = threading.Semaphore(0)
+
+    class Gated(Folder):
+        def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[bytes]:
+            if file.name == "bert/00":
+                for _ in range(STREAMS - 1):
+                    assert others.acquire(timeout=30)
+                assert not others.acquire(timeout=0.05), "more files than streams"
+            elif file.name in SMALL:
+                others.release()
+            yield from super().read(file, start, end)
+
+    remote = Gated()
+    seen: list[int] = []
+    completed(remote, remote.list(), tmp_path, seen.append)
+    assert remote.arrived(tmp_path)
+    assert seen == sorted(seen)
+    assert seen[-1] == remote.list().size_bytes
+    assert {remote.asked.count(name) for name in SMALL if name != "bert/10"} == {1}
+
+
+@pytest.mark.parametrize("is_seekable", [True, False])
+def test_a_small_file_that_fails_is_read_again(is_seekable: bool, tmp_path: Path) -> None:
+    class Failing(Folder):
+        def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[bytes]:
+            if file.name in ("bert/00", "bert/05") and file.name not in self.asked:
+                self.asked.append(file.name)
+                raise RemoteUnreachable("it stopped")
+            yield from super().read(file, start, end)
+
+    remote = Failing()
+    remote.is_seekable = is_seekable
+    completed(remote, remote.list(), tmp_path)
+    assert remote.arrived(tmp_path)
+    assert {remote.asked.count(name) for name in ("bert/00", "bert/05")} == {2}
+
+
+def test_a_folder_is_resumed_without_asking_for_what_is_there(tmp_path: Path) -> None:
+    remote = Folder()
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert" / "00").write_bytes(remote.contents["bert/00"])
+    (tmp_path / "bert" / "03").write_bytes(remote.contents["bert/03"][:1])
+    completed(remote, remote.list(), tmp_path)
+    assert remote.arrived(tmp_path)
+    assert "bert/00" not in remote.asked
+    assert remote.asked.count("bert/03") == 1
+
+
+def test_files_come_one_after_the_other_where_the_remote_allows_no_more(tmp_path: Path) -> None:
+    remote = Folder(is_concurrent=False)
+    completed(remote, remote.list(), tmp_path)
+    assert remote.arrived(tmp_path)
+    assert remote.asked == sorted(remote.contents)
 
 
 def test_a_link_is_not_written_through(tmp_path: Path) -> None:

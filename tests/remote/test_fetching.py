@@ -23,7 +23,7 @@ import pytest
 import trims_shim
 from trims_shim.daemon.prepared.directory import Space
 from trims_shim.errors import ConfigError, RemoteError, RemoteUnreachable, WrongDigest
-from trims_shim.remote import copies, downloading, fetching
+from trims_shim.remote import copies, downloading, fetching, streams
 from trims_shim.remote import web as web_module
 from trims_shim.remote.listing import Listing, RemoteFile
 from trims_shim.remote.web import WebFiles
@@ -215,7 +215,7 @@ def test_a_download_can_be_interrupted_though_nothing_comes(
     """In all streams; the process does not wait for them."""
     url = web.put("vit.pt", CONTENT, gate=threading.Event())
     process = start(url, part_bytes=20_000)
-    wait_until(lambda: web.asked["body"] == downloading.STREAMS)
+    wait_until(lambda: web.asked["body"] == streams.STREAMS)
     process.send_signal(signal.SIGINT)
     assert "KeyboardInterrupt" in process.communicate(timeout=LIMIT_S)[1]
 

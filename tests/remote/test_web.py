@@ -19,6 +19,7 @@ import pytest
 from trims_shim.errors import RemoteError, RemoteUnreachable
 from trims_shim.remote import web as module
 from trims_shim.remote.listing import RemoteFile
+from trims_shim.remote.streams import STREAMS
 from trims_shim.remote.web import WebFiles, _password, _Redirects
 
 from .web_server import WebServer
@@ -322,6 +323,25 @@ def test_a_folder_is_what_its_page_links_to(web: WebServer) -> None:
         "bert/below/deep/b.bin",
     }
     assert listing.is_folder
+
+
+def test_files_of_a_folder_are_looked_at_together(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"{number}.bin" for number in range(2 * STREAMS)]
+    links = "".join(f'<a href="{name}">x</a>' for name in names)
+    url = web.put("bert/", links.encode())
+    for name in names:
+        web.put(f"bert/{name}", b"1234")
+    together = threading.Barrier(STREAMS)
+    look = WebFiles._look
+
+    def waiting(self: WebFiles, url: str, name: str) -> RemoteFile:
+        together.wait(30)
+        return look(self, url, name)
+
+    monkeypatch.setattr(WebFiles, "_look", waiting)
+    assert [file.name for file in WebFiles(url).list().files] == [f"bert/{n}" for n in names]
 
 
 def test_a_folder_that_is_asked_for_without_its_slash_is_no_file(web: WebServer) -> None:

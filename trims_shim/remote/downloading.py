@@ -12,30 +12,38 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from functools import partial
 from typing import BinaryIO, Protocol
 
 from trims_shim.errors import RemoteUnreachable
 from trims_shim.remote.listing import Listing, RemoteFile, shown
+from trims_shim.remote.streams import in_order
 
-__all__ = ["PART_BYTES", "STREAMS", "Remote", "download"]
+__all__ = ["PART_BYTES", "Remote", "Source", "download"]
 
-STREAMS = 8
 PART_BYTES = 8 << 20
 """What one stream reads at once; so much memory is taken for each."""
+_SMALL_BYTES = 1 << 20
+"""Files of at most this size are read ahead, each by one stream: they take longer to ask for than
+to come."""
 _ROOM_BYTES = 64 << 20
 """A file whose size nobody knows is given at most this much room at a time."""
 _TRIES = 4
 _FIRST_PAUSE_S = 0.25
 
 
-class Remote(Protocol):
+class Source(Protocol):
     """Where files come from; ``is_concurrent``: parts may be read at the same time."""
 
     is_concurrent: bool
 
-    def list(self) -> Listing: ...
     def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[bytes]: ...
+
+
+class Remote(Source, Protocol):
+    """What a URL names."""
+
+    def list(self) -> Listing: ...
 
 
 def download(
@@ -54,13 +62,24 @@ def download(
     Raises RemoteUnreachable if that fails again and again, OSError. What came is left there.
     """
     before_bytes = 0
+    small = [file for file in listing.files if _is_small(file, directory)]
+    source: Source = (
+        _ReadAhead(remote, small) if len(small) > 1 and remote.is_concurrent else remote
+    )
     for file in listing.files:
         path = os.path.join(directory, file.name)
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(path, flags, 0o600), "r+b") as out:
-            _complete(remote, file, out, _shifted(progress, before_bytes), make_room)
+            _complete(source, file, out, _shifted(progress, before_bytes), make_room)
             before_bytes += out.tell()
+
+
+def _is_small(file: RemoteFile, directory: str) -> bool:
+    """Whether all of it is read, and at once."""
+    if file.size_bytes is None or not 0 < file.size_bytes <= min(_SMALL_BYTES, PART_BYTES):
+        return False
+    return not os.path.lexists(os.path.join(directory, file.name))
 
 
 def _shifted(progress: Callable[[int], None], before_bytes: int) -> Callable[[int], None]:
@@ -68,7 +87,7 @@ def _shifted(progress: Callable[[int], None], before_bytes: int) -> Callable[[in
 
 
 def _complete(
-    remote: Remote,
+    source: Source,
     file: RemoteFile,
     out: BinaryIO,
     progress: Callable[[int], None],
@@ -80,7 +99,7 @@ def _complete(
         if file.size_bytes is None or not file.is_seekable or start > file.size_bytes:
             start = out.seek(out.truncate(0))
         try:
-            _append(remote, file, out, progress, make_room)
+            _append(source, file, out, progress, make_room)
             return
         except RemoteUnreachable:
             # As long as it goes on after where it ended, there may be any number of ends.
@@ -91,7 +110,7 @@ def _complete(
 
 
 def _append(
-    remote: Remote,
+    source: Source,
     file: RemoteFile,
     out: BinaryIO,
     progress: Callable[[int], None],
@@ -100,7 +119,7 @@ def _append(
     came_bytes, size_bytes = out.tell(), file.size_bytes
     room_bytes = 0
     if came_bytes != size_bytes:
-        for piece in _pieces(remote, file, came_bytes):
+        for piece in _pieces(source, file, came_bytes):
             came_bytes += len(piece)
             if size_bytes is not None and came_bytes > size_bytes:
                 out.truncate(out.seek(0))
@@ -117,53 +136,60 @@ def _append(
         )
 
 
-def _pieces(remote: Remote, file: RemoteFile, start: int) -> Iterator[bytes]:
+def _pieces(source: Source, file: RemoteFile, start: int) -> Iterator[bytes]:
     """The bytes of a file from ``start`` on, in order."""
     end = file.size_bytes
-    is_divided = remote.is_concurrent and file.is_seekable
+    is_divided = source.is_concurrent and file.is_seekable
     if end is None or end - start <= PART_BYTES or not is_divided:
-        yield from remote.read(file, start, end)
+        yield from source.read(file, start, end)
         return
     is_over = threading.Event()
-
-    def read(first: int) -> list[bytes]:
-        pieces = []
-        last = min(first + PART_BYTES, end)
-        left_bytes = last - first
-        for piece in remote.read(file, first, last):
-            pieces.append(piece)
-            left_bytes -= len(piece)
-            if is_over.is_set() or left_bytes < 0:
-                break
-        if left_bytes != 0:
-            raise RemoteUnreachable(f"{shown(file.place)}: a part has not its length; try again")
-        return pieces
-
-    parts: deque[Future[list[bytes]]] = deque()
+    parts = (
+        partial(_part, source, file, first, min(first + PART_BYTES, end), is_over)
+        for first in range(start, end, PART_BYTES)
+    )
     try:
-        for first in range(start, end, PART_BYTES):
-            parts.append(_begun(read, first))
-            if len(parts) == STREAMS:
-                yield from parts.popleft().result()
-        while parts:
-            yield from parts.popleft().result()
+        for part in in_order(parts):
+            yield from part.result()
     finally:
         is_over.set()
 
 
-def _begun(read: Callable[[int], list[bytes]], first: int) -> Future[list[bytes]]:
-    """A part that a thread reads. No pool: at its exit, Python waits for those of a pool."""
-    part: Future[list[bytes]] = Future()
+def _part(
+    source: Source, file: RemoteFile, first: int, last: int, is_over: threading.Event
+) -> list[bytes]:
+    """All bytes of a part. Raises RemoteUnreachable if there are fewer or more."""
+    pieces = []
+    left_bytes = last - first
+    for piece in source.read(file, first, last):
+        pieces.append(piece)
+        left_bytes -= len(piece)
+        if is_over.is_set() or left_bytes < 0:
+            break
+    if left_bytes != 0:
+        raise RemoteUnreachable(f"{shown(file.place)}: a part has not its length; try again")
+    return pieces
 
-    def run() -> None:
-        try:
-            part.set_result(read(first))
-        # Whatever it is, it is raised where the part is waited for.
-        except BaseException as error:
-            part.set_exception(error)
 
-    try:
-        threading.Thread(target=run, name="trims-fetch", daemon=True).start()
-    except RuntimeError:
-        run()  # There may be no more threads.
-    return part
+class _ReadAhead:
+    """A remote whose small files are read while those before them are written.
+
+    They are given in the order in which they will be read. One that could not be read is read
+    again when it is asked for again, as everything else is.
+    """
+
+    def __init__(self, remote: Source, small: list[RemoteFile]) -> None:
+        self.is_concurrent = remote.is_concurrent
+        self._remote = remote
+        self._names = deque(file.name for file in small)
+        never = threading.Event()
+        wholes = (partial(_part, remote, file, 0, file.size_bytes or 0, never) for file in small)
+        self._wholes = in_order(wholes)
+
+    def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[bytes]:
+        """Pieces of the bytes from ``start`` on."""
+        if self._names and self._names[0] == file.name:
+            self._names.popleft()
+            yield from next(self._wholes).result()
+        else:
+            yield from self._remote.read(file, start, end)

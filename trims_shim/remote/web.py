@@ -27,6 +27,7 @@ from trims_shim import diagnostics
 from trims_shim._version import __version__
 from trims_shim.errors import RemoteError, RemoteUnreachable
 from trims_shim.remote.listing import Listing, RemoteFile, name_of, shown
+from trims_shim.remote.streams import in_order
 
 __all__ = ["WebFiles"]
 
@@ -63,10 +64,11 @@ class WebFiles:
         name = name_of(self._url)
         if not urlsplit(self._url).path.endswith("/"):
             return Listing((self._look(self._url, name),))
-        files = [
-            self._look(place, f"{name}/{unquote(place.removeprefix(self._url))}")
+        looks = (
+            functools.partial(self._look, place, f"{name}/{unquote(place.removeprefix(self._url))}")
             for place in self._below(self._url)
-        ]
+        )
+        files = [look.result() for look in in_order(looks)]
         if not files:
             raise RemoteError(f"{shown(self._url)}: its page has no link to a file below it")
         return Listing(tuple(files))
