@@ -23,7 +23,8 @@ def in_order(calls: Iterable[Callable[[], T]]) -> Iterator[Future[T]]:
         begun.append(_begun(call))
         if len(begun) == STREAMS:
             yield begun.popleft()
-    yield from begun
+    while begun:
+        yield begun.popleft()  # who took an answer decides how long it is kept
 
 
 def _begun(call: Callable[[], T]) -> Future[T]:
