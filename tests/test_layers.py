@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 import trims_shim
 
@@ -208,7 +207,10 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-SOURCES = {name_of(path): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+@functools.cache
+def sources() -> dict[str, ast.Module]:
+    """The trees of all modules; not at import, which every process of the suite does."""
+    return {name_of(path): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
 
 
 def matches(name: str, prefix: str) -> bool:
@@ -250,75 +252,84 @@ def ours(name: str) -> str | None:
     if name.split(".")[0] != "trims_shim":
         return None
     inner = name.partition(".")[2]
-    while inner not in SOURCES:
+    while inner not in sources():
         inner = inner.rpartition(".")[0]
     return inner
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_imports_point_left(name: str) -> None:
-    for imported in imports(SOURCES[name], inside_functions=True):
-        target = ours(imported)
-        if target is None or (name, target) in ALLOWED:
-            continue
+def test_imports_point_left() -> None:
+    wrong = [
+        f"{name} imports {target}, which is right of it"
+        for name, tree in sources().items()
+        for target in map(ours, imports(tree, inside_functions=True))
         # "trims_shim" itself is imported by everything that is inside it, and has the version.
-        if target == "":
-            continue
-        assert layer_of(target) <= layer_of(name), f"{name} imports {target}, which is right of it"
+        if target and (name, target) not in ALLOWED and layer_of(target) > layer_of(name)
+    ]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("name", [each for each in SOURCES if any(matches(each, p) for p in PURE)])
-def test_pure_modules_have_no_way_out(name: str) -> None:
-    found = {each.split(".")[0] for each in imports(SOURCES[name], inside_functions=True)}
-    allowed = MAY_IMPORT_HEAVY.get(name, set())
-    if name == "specs":
-        allowed = {"os"}  # the type of a stat result
-    assert not (found & (IMPURE_MODULES | HEAVY_MODULES)) - allowed
-    calls = {
-        ast.unparse(each.func)
-        for each in ast.walk(SOURCES[name])
-        if isinstance(each, ast.Call) and isinstance(each.func, ast.Name)
+def test_pure_modules_have_no_way_out() -> None:
+    pure = {
+        name: tree for name, tree in sources().items() if any(matches(name, each) for each in PURE)
     }
-    assert not calls & {"open", "input", "__import__", "exec", "eval", "print"}
-    if name == "specs":
-        used = {
-            ast.unparse(each) for each in ast.walk(SOURCES[name]) if isinstance(each, ast.Attribute)
+    wrong = []
+    for name, tree in pure.items():
+        found = {each.split(".")[0] for each in imports(tree, inside_functions=True)}
+        # The type of a stat result.
+        allowed = {"os"} if name == "specs" else MAY_IMPORT_HEAVY.get(name, set())
+        calls = {
+            ast.unparse(each.func)
+            for each in ast.walk(tree)
+            if isinstance(each, ast.Call) and isinstance(each.func, ast.Name)
         }
-        assert {each for each in used if each.startswith("os.")} == {"os.stat_result"}
+        out = (found & (IMPURE_MODULES | HEAVY_MODULES)) - allowed
+        out |= calls & {"open", "input", "__import__", "exec", "eval", "print"}
+        wrong += [f"{name} uses {each}" for each in sorted(out)]
+    assert wrong == []
+    used = {
+        ast.unparse(each) for each in ast.walk(pure["specs"]) if isinstance(each, ast.Attribute)
+    }
+    assert {each for each in used if each.startswith("os.")} == {"os.stat_result"}
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_heavy_modules_are_imported_where_they_are_needed(name: str) -> None:
+def test_heavy_modules_are_imported_where_they_are_needed() -> None:
     """At the top of a file only in the patches of that library and behind the command line."""
-    library = name.rpartition(".")[2].split("_")[0] if name.startswith("patches.") else ""
-    allowed = MAY_IMPORT_HEAVY.get(name, set()) | {library}
-    if name.startswith("patches."):
-        allowed |= {"numpy", "torch", "safetensors"}  # they wait for the library's own import
-    if name.startswith("cli."):
-        allowed |= {"rich"}
-    found = {each.split(".")[0] for each in imports(SOURCES[name], inside_functions=False)}
-    assert not (found & HEAVY_MODULES) - allowed
+    wrong = []
+    for name, tree in sources().items():
+        library = name.rpartition(".")[2].split("_")[0] if name.startswith("patches.") else ""
+        allowed = MAY_IMPORT_HEAVY.get(name, set()) | {library}
+        if name.startswith("patches."):
+            allowed |= {"numpy", "torch", "safetensors"}  # they wait for the library's own import
+        if name.startswith("cli."):
+            allowed |= {"rich"}
+        found = {each.split(".")[0] for each in imports(tree, inside_functions=False)}
+        wrong += [f"{name} imports {each}" for each in sorted((found & HEAVY_MODULES) - allowed)]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_only_config_reads_the_environment(name: str) -> None:
-    if name in MAY_READ_ENVIRONMENT or name.startswith(("cli", "_bootstrap")):
-        return
+def test_only_config_reads_the_environment() -> None:
     words = {"environ", "environb", "getenv", "getenvb", "putenv"}
-    used = {each.attr for each in ast.walk(SOURCES[name]) if isinstance(each, ast.Attribute)}
-    used |= {each.id for each in ast.walk(SOURCES[name]) if isinstance(each, ast.Name)}
-    assert not used & words
+    wrong = []
+    for name, tree in sources().items():
+        if name in MAY_READ_ENVIRONMENT or name.startswith(("cli", "_bootstrap")):
+            continue
+        used = {each.attr for each in ast.walk(tree) if isinstance(each, ast.Attribute)}
+        used |= {each.id for each in ast.walk(tree) if isinstance(each, ast.Name)}
+        wrong += [f"{name} uses {each}" for each in sorted(used & words)]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_nobody_prints_but_the_command_line(name: str) -> None:
-    if any(matches(name, each) for each in MAY_PRINT):
-        return
-    for each in ast.walk(SOURCES[name]):
-        assert not (isinstance(each, ast.Name) and each.id == "print")
-        is_stream = isinstance(each, ast.Attribute) and each.attr in ("stdout", "stderr")
-        is_of_sys = is_stream and ast.unparse(each).startswith("sys.")
-        assert not is_of_sys
+def test_nobody_prints_but_the_command_line() -> None:
+    wrong = []
+    for name, tree in sources().items():
+        if any(matches(name, each) for each in MAY_PRINT):
+            continue
+        for each in ast.walk(tree):
+            is_print = isinstance(each, ast.Name) and each.id == "print"
+            is_stream = isinstance(each, ast.Attribute) and each.attr in ("stdout", "stderr")
+            if is_print or (is_stream and ast.unparse(each).startswith("sys.")):
+                wrong.append(f"{name}:{each.lineno} uses {ast.unparse(each)}")
+    assert wrong == []
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

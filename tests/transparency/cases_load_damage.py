@@ -89,7 +89,7 @@ def _damage_end(data: bytes) -> bytes:
 
 def _damage_weight(data: bytes) -> bytes:
     """One flipped bit in the bulk: the zip's CRC no longer fits."""
-    return _flipped(data, 2 << 20)
+    return _flipped(data, 1 << 20)
 
 
 def _damage_local_header(data: bytes) -> bytes:

@@ -228,10 +228,10 @@ def tied_parameters(work: Work) -> object:
 def aliased_parameters_and_buffers(work: Work) -> object:
     """Two parameters over one storage, and a buffer that is a view of a parameter."""
     module = torch.nn.Module()
-    storage = torch.zeros(2048, 1024)
+    storage = torch.zeros(2048, 320)
     module.a, module.b = torch.nn.Parameter(storage[:1024]), torch.nn.Parameter(storage[1024:])
     module.register_buffer("c", storage[5:10])
-    source = work.file("model.pt", saved({"a": bulk(), "b": bulk(7), "c": torch.ones(5, 1024)}))
+    source = work.file("model.pt", saved({"a": bulk(), "b": bulk(7), "c": torch.ones(5, 320)}))
     module.load_state_dict(torch.load(source))
     return [module, storage]
 

@@ -138,7 +138,7 @@ def data_loader(work: Work, workers: int) -> object:
     module = net().eval()
     module.load_state_dict(torch.load(work.file("net.pt", saved(net(2).state_dict()))))
     table = torch.load(path)["bulk"]
-    rows = Rows(table, module, path)
+    rows = Rows(table.t(), module, path)
     return [list(DataLoader(rows, batch_size=2, num_workers=workers, timeout=min(workers, 1) * 50))]
 
 

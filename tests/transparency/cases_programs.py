@@ -61,7 +61,7 @@ def program_with_warnings_as_errors(work: Work) -> object:
     body = (
         "loaded = torch.load('model.pt')\n"
         "print(sorted(loaded), loaded['bulk'].sum().item(), loaded['bias'].tolist())\n"
-        "module = torch.nn.Linear(1024, 1024, bias=False)\n"
+        "module = torch.nn.Linear(320, 1024, bias=False)\n"
         "print(module.load_state_dict({'weight': loaded['bulk']}), module.weight.sum().item())\n"
     )
     # Other libraries warn while they are imported: errors only afterwards.

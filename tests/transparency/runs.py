@@ -14,10 +14,13 @@ from typing import Any
 from . import shim
 from .registry import Case
 
-__all__ = ["Results", "run", "run_both"]
+__all__ = ["PASSES", "Results", "run", "run_both"]
+
+PASSES = ("first", "second")
+"""Of a case over the same directory: a first load, then one of what is resident already."""
 
 Results = dict[str, dict[str, Any]]
-"""case name -> {"first": observation, "second": observation}"""
+"""case name -> pass -> observation"""
 
 _SECONDS_PER_BATCH = 1800
 """Each case has a limit of its own; some machines take four times as long as others."""
@@ -77,9 +80,8 @@ def _run_batch(request: dict[str, Any], directory: Path, sockets: Path | None) -
 
 
 def run_both(selected: list[Case], sockets: Path | None) -> tuple[Results, Results | None]:
-    """(without the shim, with the shim or None where there is none), run at the same time."""
-    passes = ("first", "second")
+    """(first pass without the shim, both with it or None where there is none), side by side."""
     with ThreadPoolExecutor(2) as pool:
-        original = pool.submit(run, selected, None, passes)
-        shimmed = pool.submit(run, selected, sockets, passes) if sockets is not None else None
+        original = pool.submit(run, selected, None, PASSES[:1])
+        shimmed = pool.submit(run, selected, sockets, PASSES) if sockets is not None else None
         return original.result(), shimmed.result() if shimmed is not None else None
