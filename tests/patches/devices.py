@@ -11,6 +11,8 @@ import contextlib
 import ctypes
 import mmap
 import os
+import sys
+import types
 import unittest.mock
 import zlib
 from collections.abc import Callable, Iterator
@@ -33,6 +35,7 @@ from trims_shim.errors import NotServed
 from trims_shim.formats import layout_of
 from trims_shim.patches import points, torch_device, torch_modes, torch_repoint
 
+WITHOUT_HOLDERS = {*sys.stdlib_module_names, *("torch", "numpy", "scipy", "ray", "trims_shim")}
 LARGE = torch_device.MIN_SHARED_BYTES
 DEVICES = 2
 
@@ -231,21 +234,42 @@ def prepare(monkeypatch: pytest.MonkeyPatch, devices: Devices, **settings: str) 
     diagnostics.reset_after_fork()
 
 
+@contextlib.contextmanager
+def few_modules() -> Iterator[None]:
+    """Holders of patched names are looked for only where tests can tell.
+
+    To look through the thousands of modules of a worker takes longer than most tests.
+    """
+    modules = sys.modules.copy().items()
+    near = {name: each for name, each in modules if name.partition(".")[0] not in WITHOUT_HOLDERS}
+    seen = types.SimpleNamespace(modules=near)
+
+    def rebind(old: Any, new: Any, *, home: str) -> None:
+        with unittest.mock.patch.object(points, "sys", seen):
+            everywhere(old, new, home=home)
+
+    everywhere = points.rebind
+    with unittest.mock.patch.object(points, "rebind", rebind):
+        yield
+
+
 def apply(*wanted: points.PatchPoint) -> Callable[[], None]:
     """Apply patch points, in the place of those that an import applied; what undoes that."""
     libraries = PATCHABLE_LIBRARIES if patches.requested() else ()
-    with unittest.mock.patch.object(patches, "_is_any_shared", return_value=False):
-        patches.disable()  # also where a failed test's traceback keeps tensors
-    applied = [points.apply(point) for point in wanted]
+    with few_modules():
+        with unittest.mock.patch.object(patches, "_is_any_shared", return_value=False):
+            patches.disable()  # also where a failed test's traceback keeps tensors
+        applied = [points.apply(point) for point in wanted]
     for each in applied:
         assert each.state is points.PatchState.APPLIED, (each.point.target, each.reason)
 
     def undo() -> None:
-        for each in reversed(applied):
-            points.undo(each)
-        if libraries:
-            torch_device.runtime = torch_device.CudaRuntime()
-            patches.enable(libraries)
+        with few_modules():
+            for each in reversed(applied):
+                points.undo(each)
+            if libraries:
+                torch_device.runtime = torch_device.CudaRuntime()
+                patches.enable(libraries)
 
     return undo
 
