@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 TORCH ?= torch==2.13.0
 # For two processors; some tests mostly wait. In the order of tests/conftest.py: xdist's own has the
 # files of few tests last, slow or not.
-PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST_ARGS ?= -n 4 --dist loadfile --no-loadscope-reorder
 # Set in many containers: each of the tests' processes would compile the package anew.
 export PYTHONDONTWRITEBYTECODE =
 STAMP = $(VENV)/.installed
