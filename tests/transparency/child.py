@@ -45,7 +45,7 @@ def main(request_path: str, result_path: str) -> None:
         shim.activate()
     table = load_topics(tuple(dict.fromkeys(name.partition(".")[0] for name in names)))
     results: dict[str, dict[str, Any]] = {name: {} for name in names}
-    _import_what_most_import(request["is_prepared"], is_shimmed and early)
+    _import_what_most_import()
     gc.freeze()  # a child that collects would otherwise copy all that was imported here
     # The daemon refuses to prepare more than some models at a time.
     size = _CASES_AT_A_TIME if request["is_prepared"] else 1
@@ -60,13 +60,21 @@ def main(request_path: str, result_path: str) -> None:
     Path(result_path).write_text(json.dumps(results))
 
 
-def _import_what_most_import(is_prepared: bool, is_active: bool) -> None:
-    """What is imported here costs once what it would cost in each child."""
-    modules = ["numpy.random"] if is_prepared else ["numpy.random", "torch.utils.serialization"]
-    if is_active:
+def _import_what_most_import() -> None:
+    """What is imported here costs once what it would cost in each child.
+
+    Nothing where the cases must find neither library imported.
+    """
+    if not {"torch", "onnxruntime"} & set(sys.modules):
+        return
+    modules = ["numpy.random"]
+    if "torch" in sys.modules:
+        modules.append("torch.utils.serialization")
+    if "trims_shim" in sys.modules:
         modules += ["zmq", "trims_shim.api", "trims_shim.formats.torch_recipe"]
     for module in modules:
-        importlib.import_module(module)
+        with contextlib.suppress(ModuleNotFoundError):  # older versions have not all of them
+            importlib.import_module(module)
 
 
 def _settle() -> None:
