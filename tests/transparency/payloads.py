@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 __all__ = [
-    "BULK_BYTES",
     "Net",
     "bulk",
     "counting",
@@ -31,8 +30,6 @@ __all__ = [
     "with_bulk",
 ]
 
-BULK_BYTES = 5 << 18
-
 
 def counting(*shape: int, dtype: torch.dtype = torch.float32, start: int = 0) -> torch.Tensor:
     """start, start + 1, ... in that shape."""
@@ -43,7 +40,7 @@ def counting(*shape: int, dtype: torch.dtype = torch.float32, start: int = 0) ->
 
 
 def bulk(start: int = 0) -> torch.Tensor:
-    """A float32 tensor of ``BULK_BYTES``, 1.25 MiB."""
+    """A float32 tensor of 1.25 MiB."""
     return counting(1024, 320, start=start)
 
 
