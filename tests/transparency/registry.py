@@ -26,9 +26,9 @@ TOPICS = tuple(
 )
 """Every module ``cases_<topic>`` beside this one."""
 
-OWN_BATCH = {"transformers", "fresh", "ort_fresh"}
-"""Topics whose import is slow, or that must find nothing imported, have their own process; all
-others share the batch ``torch``, or ``onnxruntime``."""
+OWN_BATCH = {"transformers", "fresh", "ort_fresh", "random"}
+"""Topics whose import is slow, that must find nothing imported, or that have small files, have
+their own process; all others share the batch ``torch``, or ``onnxruntime``."""
 
 
 @dataclass
@@ -80,6 +80,11 @@ class Case:
     def is_prepared(self) -> bool:
         """Whether what it loads is made ready between the passes: it is of onnxruntime."""
         return self.topic.startswith("ort_")
+
+    @property
+    def min_bytes(self) -> str:
+        """``TRIMS_MIN_BYTES``."""
+        return "1" if self.is_prepared or self.topic == "random" else "1M"
 
     @property
     def batch(self) -> str:

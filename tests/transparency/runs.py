@@ -30,12 +30,13 @@ def run(
     selected: Iterable[Case], socket_directory: Path | None, passes: tuple[str, ...]
 ) -> Results:
     """Observations of these cases, without the shim where ``socket_directory`` is None."""
-    batches: dict[tuple[str, bool, bool], list[str]] = {}
+    batches: dict[tuple[str, bool, bool, str], list[str]] = {}
     for case in selected:
-        batches.setdefault((case.batch, case.early, case.is_prepared), []).append(case.name)
+        key = case.batch, case.early, case.is_prepared, case.min_bytes
+        batches.setdefault(key, []).append(case.name)
     results: Results = {}
     with tempfile.TemporaryDirectory(prefix="transparency-") as directory:
-        for (_, early, is_prepared), names in batches.items():
+        for (_, early, is_prepared, min_bytes), names in batches.items():
             request = {
                 "cases": names,
                 "early": early,
@@ -44,11 +45,12 @@ def run(
                 "directory": f"{directory}/work",
                 "is_prepared": is_prepared,
             }
-            results |= _run_batch(request, Path(directory), socket_directory)
+            environment = shim.environment(socket_directory, min_bytes=min_bytes)
+            results |= _run_batch(request, Path(directory), environment)
     return results
 
 
-def _run_batch(request: dict[str, Any], directory: Path, sockets: Path | None) -> Results:
+def _run_batch(request: dict[str, Any], directory: Path, environment: dict[str, str]) -> Results:
     request_path, result_path = directory / "request.json", directory / "result.json"
     request_path.write_text(json.dumps(request))
     result_path.unlink(missing_ok=True)
@@ -61,7 +63,7 @@ def _run_batch(request: dict[str, Any], directory: Path, sockets: Path | None) -
             status: object = subprocess.run(
                 command,
                 cwd=shim.ROOT,
-                env=shim.environment(sockets, min_bytes="1" if request["is_prepared"] else "1M"),
+                env=environment,
                 timeout=_SECONDS_PER_BATCH,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
