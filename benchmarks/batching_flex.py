@@ -31,6 +31,7 @@ from benchmarks.batching_flex_systems import (
     synthetic,
 )
 from benchmarks.harness import ROOT, write_json
+from benchmarks.rendering import markdown_table, pyplot, save_picture
 from trims_shim.batching.simulator import Report
 
 RESULTS = ROOT / "docs" / "results"
@@ -214,23 +215,19 @@ def table(cells: list[Cell]) -> str:
         names = [name for name in SYSTEMS if any(each.system == name for each in mine)]
         if not names:
             continue
-        lines += ["", f"| {section} | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
+        rows = []
         for setting in dict.fromkeys(each.setting for each in mine):
             row = {each.system: each.goodput for each in mine if each.setting == setting}
             best = max(row.values())
             shown = [f"**{row[n]:.3f}**" if row[n] == best else f"{row[n]:.3f}" for n in names]
-            lines.append(f"| {setting} | " + " | ".join(shown) + " |")
+            rows.append([setting, *shown])
+        lines += ["", *markdown_table([section, *names], rows)]
     return "\n".join(lines)
 
 
 def plot(cells: list[Cell], path: Path) -> None:
     """Plot goodput over lambda for two sets of models, lost device time, and numbers of stages."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), constrained_layout=True)
+    figure, axes = pyplot().subplots(2, 2, figsize=(11, 8), constrained_layout=True)
     labels = ["none" if factor is None else f"{factor:g}" for factor in FACTORS]
     for slos, load in SWEEPS:
         upper, style = axes[0][int(slos == "heavy")], {0.6: ":", 0.9: "--", 1.3: "-"}[load]
@@ -261,7 +258,7 @@ def plot(cells: list[Cell], path: Path) -> None:
         if each.get_legend_handles_labels()[0]:
             each.legend(fontsize=8, loc="lower right" if each is axes[0][0] else "best")
     figure.suptitle("Flex on 8 devices, gamma arrivals of CV 4 (simulated)")
-    figure.savefig(path, dpi=100)
+    save_picture(figure, path)
 
 
 def _lines(

@@ -21,6 +21,7 @@ from random import Random
 
 from benchmarks.batching_policies import JITTERS, simulated
 from benchmarks.harness import ROOT, write_json
+from benchmarks.rendering import markdown_table
 from trims_shim.batching.policies import POLICIES
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.simulator import Outcome, Report, gamma, requests
@@ -84,20 +85,14 @@ def _measure(place: Place, count: int, seeds: int) -> Cell:
 
 def _table(cells: Sequence[Cell], policies: Sequence[str]) -> str:
     """Print violations, and mean and 99th percentile of latencies in ms, of each policy."""
-    lines = [
-        f"| profile | jitter | CV | load | {' | '.join(policies)} |",
-        "|---|---|---|---|" + "---|" * len(policies),
-    ]
-    for row in _rows(cells, len(policies)):
+    rows = []
+    for start in range(0, len(cells), len(policies)):
+        row = cells[start : start + len(policies)]
         first = row[0]
         figures = [f"{e.violated:.4f}; {e.mean_ms:.1f}, {e.p99_ms:.0f}" for e in row]
-        head = f"| {first.profile} | {first.jitter} | {first.cv} | {first.load:g} | "
-        lines.append(head + " | ".join(figures) + " |")
-    return "\n".join(lines)
-
-
-def _rows(cells: Sequence[Cell], width: int) -> list[Sequence[Cell]]:
-    return [cells[start : start + width] for start in range(0, len(cells), width)]
+        rows.append([first.profile, first.jitter, str(first.cv), f"{first.load:g}", *figures])
+    head = ["profile", "jitter", "CV", "load", *policies]
+    return "\n".join(markdown_table(head, rows, texts=2))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -26,6 +26,7 @@ from random import Random
 from benchmarks.batching_latencies import figures, means
 from benchmarks.batching_learner import Learner
 from benchmarks.harness import ROOT, write_json
+from benchmarks.rendering import markdown_table
 from trims_shim.batching.buckets import Bucket, OpenBucket
 from trims_shim.batching.policies import Auto, Immediate
 from trims_shim.batching.profiles.profile import LatencyProfile
@@ -139,17 +140,15 @@ def _measure(place: Place, count: int, seeds: int) -> Cell:
 
 def _table(cells: Sequence[Cell]) -> str:
     """Print violations, and mean and 99th percentile of latencies in ms, of each way."""
-    lines = [
-        f"| a batch takes | objective | arrivals | load | which is | {' | '.join(WAYS)} |",
-        "|---|---|---|---|---|" + "---|" * len(WAYS),
-    ]
+    rows = []
     for start in range(0, len(cells), len(WAYS)):
         row = cells[start : start + len(WAYS)]
         first = row[0]
         figures = [f"{e.violated:.4f}; {e.mean_ms:.1f}, {e.p99_ms:.0f}" for e in row]
         where = (first.device, first.objective, first.arrivals, f"{first.load:g}", first.knowledge)
-        lines.append(f"| {' | '.join((*where, *figures))} |")
-    return "\n".join(lines)
+        rows.append([*where, *figures])
+    head = ["a batch takes", "objective", "arrivals", "load", "which is", *WAYS]
+    return "\n".join(markdown_table(head, rows, texts=3))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.batching_plan import COMPARE, OURS, Record, matching
 from benchmarks.peers import CATALOGUE
+from benchmarks.rendering import markdown_table, pyplot, save_picture
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -201,8 +202,7 @@ def write_markdown(records: Sequence[Record], content: Mapping[str, Any], path: 
         "this quantile allows.",
     ]
     for head, rows in _all_rows(records):
-        lines += ["", "| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
-        lines += ["| " + " | ".join(row) + " |" for row in rows]
+        lines += ["", *markdown_table(head, rows)]
     path.write_text("\n".join(lines) + "\n")
 
 
@@ -211,16 +211,11 @@ def write_markdown(records: Sequence[Record], content: Mapping[str, Any], path: 
 
 def plot(records: Sequence[Record], path: Path, machine: Mapping[str, Any]) -> None:
     """Plot violations over load, a panel per device and burstiness; bars are min to max."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     panels = sorted({_key(record)[:2] for record in records})
     policies = _policies(records)
     columns = min(2, len(panels))
     lines = math.ceil(len(panels) / columns)
-    figure, axes = pyplot.subplots(
+    figure, axes = pyplot().subplots(
         lines, columns, figsize=(6 * columns, 4.2 * lines), squeeze=False, sharey=True
     )
     for axis, (device, cv) in zip(axes.flat, panels, strict=False):
@@ -244,9 +239,7 @@ def plot(records: Sequence[Record], path: Path, machine: Mapping[str, Any]) -> N
         fontsize=10,
     )
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    save_picture(figure, path)
 
 
 def _draw(

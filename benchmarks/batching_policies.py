@@ -32,6 +32,7 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.harness import ROOT
+from benchmarks.rendering import pyplot, save_picture
 from trims_shim.batching.policies import POLICIES, Proteus, Window
 from trims_shim.batching.policies.goodput import Goodput
 from trims_shim.batching.profiles.profile import LatencyProfile
@@ -219,12 +220,7 @@ def _worst(results: Sequence[Result], policy: str, count: int) -> str:
 
 
 def _plot(results: Sequence[Result], policies: Sequence[str], path: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, panels = plt.subplots(1, len(JITTERS), figsize=(5 * len(JITTERS), 4), sharey=True)
+    figure, panels = pyplot().subplots(1, len(JITTERS), figsize=(5 * len(JITTERS), 4), sharey=True)
     for panel, jitter in zip(panels, JITTERS, strict=True):
         for name in policies:
             shares = sorted(
@@ -238,7 +234,7 @@ def _plot(results: Sequence[Result], policies: Sequence[str], path: Path) -> Non
     panels[0].set_ylabel("share of cells")
     panels[-1].legend(fontsize="small")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    save_picture(figure, path)
 
 
 def _write(results: Sequence[Result], policies: Sequence[str], directory: Path) -> None:

@@ -13,6 +13,7 @@ from benchmarks.batching_trace_report import (
     Findings,
     ordered,
 )
+from benchmarks.rendering import pyplot, save_picture
 
 __all__ = ["plot"]
 
@@ -37,13 +38,8 @@ _FLOOR = 1e-4
 
 def plot(findings: Findings, path: Path) -> None:
     """Plot each trace with the artefact and the policies; below, one device over its load."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     traces, columns = findings.traces, max(len(ARRIVALS), 1)
-    figure = pyplot.figure(figsize=(17, 9.6), layout="constrained")
+    figure = pyplot().figure(figsize=(17, 9.6), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=(1.25, 1))
     for index, (axis, trace) in enumerate(
         zip(upper.subplots(1, len(traces), sharey=True, squeeze=False)[0], traces, strict=True)
@@ -61,9 +57,7 @@ def plot(findings: Findings, path: Path) -> None:
     lower.suptitle("One device, 20 + 2 b ms, SLO 100 ms", fontweight="bold")
     handles, labels = axes[0].get_legend_handles_labels()
     lower.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save_picture(figure, path)
 
 
 def _draw_trace(axis: Any, findings: Findings, trace: str, *, is_first: bool) -> None:

@@ -18,6 +18,7 @@ from benchmarks.batching_trace_report import (
     ordered,
 )
 from benchmarks.proteus_artefact import ArtefactRun
+from benchmarks.rendering import markdown_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,9 +79,7 @@ def write_markdown(findings: Findings, path: Path) -> None:
         lines.append(f"- {verdict}: {target.name}: {target.figure} (wanted: {target.wanted})")
     for sheet in _sheets(findings):
         lines += ["", f"## {sheet.title[0].upper()}{sheet.title[1:]}", ""]
-        lines.append("| " + " | ".join(sheet.head) + " |")
-        lines.append("|---" * sheet.texts + "|---:" * (len(sheet.head) - sheet.texts) + "|")
-        lines += ["| " + " | ".join(row) + " |" for row in sheet.rows if row is not None]
+        lines += markdown_table(sheet.head, filter(None, sheet.rows), texts=sheet.texts)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
 

@@ -28,6 +28,7 @@ from benchmarks.harness import (
     write_json,
 )
 from benchmarks.models import ensure_checkpoint
+from benchmarks.rendering import markdown_table
 from trims_shim.batching import LatencyProfile
 from trims_shim.ensemble import (
     Allocation,
@@ -281,32 +282,33 @@ def _markdown(content: Mapping[str, Any]) -> str:
 
 def _search_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     names = list(rows[0]["share_of_best"])
-    lines = [f"| devices | members | {' | '.join(names)} |", "|---" * (2 + len(names)) + "|"]
-    for row in rows:
-        cells = [
-            f"{row['share_of_best'][name]:.1%}, {row['taken_s'][name]:.2g} s" for name in names
+    cells = [
+        [
+            *(str(row["devices"]), str(row["members"])),
+            *(f"{row['share_of_best'][name]:.1%}, {row['taken_s'][name]:.2g} s" for name in names),
         ]
-        lines.append(f"| {row['devices']} | {row['members']} | {' | '.join(cells)} |")
-    return lines
+        for row in rows
+    ]
+    return markdown_table(["devices", "members", *names], cells, texts=0)
 
 
 def _throughput_rows(found: Mapping[str, Any]) -> list[str]:
-    lines = ["| | measured | estimated | allocation |", "|---|---|---|---|"]
+    rows = []
     for name, rates in found["samples_per_s"].items():
         planned = found["allocations"].get(name)
         estimated = f"{planned['estimated_per_s']:.1f}" if planned else ""
         matrix = str([list(row) for row in planned["batch_sizes"]]) if planned else "one process"
-        lines.append(f"| {name} | {_median(rates)} | {estimated} | {matrix} |")
-    return lines
+        rows.append([name, _median(rates), estimated, matrix])
+    return markdown_table(["", "measured", "estimated", "allocation"], rows)
 
 
 def _sharing_rows(found: Mapping[str, Any]) -> list[str]:
-    lines = ["| | start | memory of all workers |", "|---|---|---|"]
+    rows = []
     for name in ("without", "shared"):
         starts = [each["start_s"] for each in found[name]]
         memory = [each["pss_bytes"] / _GB for each in found[name]]
-        lines.append(f"| {name} | {_median(starts)} s | {_median(memory)} GB |")
-    return lines
+        rows.append([name, f"{_median(starts)} s", f"{_median(memory)} GB"])
+    return markdown_table(["", "start", "memory of all workers"], rows)
 
 
 def _overhead_rows(found: Mapping[str, Any]) -> list[str]:
@@ -314,15 +316,12 @@ def _overhead_rows(found: Mapping[str, Any]) -> list[str]:
         ensemble / direct
         for ensemble, direct in zip(found["ensemble_per_s"], found["direct_per_s"], strict=True)
     ]
-    lines = ["| | |", "|---|---|"]
-    lines.append(
-        f"| throughput of one member, against the same loop in one process | {_median(ratios)} |"
-    )
-    for size, taken_s in found["idle_call_s"].items():
-        lines.append(
-            f"| a call with {size} images, of a member that does nothing | {taken_s * 1e3:.2f} ms |"
-        )
-    return lines
+    rows = [["throughput of one member, against the same loop in one process", _median(ratios)]]
+    rows += [
+        [f"a call with {size} images, of a member that does nothing", f"{taken_s * 1e3:.2f} ms"]
+        for size, taken_s in found["idle_call_s"].items()
+    ]
+    return markdown_table(["", ""], rows)
 
 
 def _median(values: Sequence[float]) -> str:

@@ -28,6 +28,7 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.harness import ROOT, write_json
+from benchmarks.rendering import pyplot, save_picture
 from trims_shim.config import EVICTIONS
 from trims_shim.daemon.eviction import eviction_policy
 from trims_shim.daemon.store import Store
@@ -235,12 +236,7 @@ def _summary(rows: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str,
 
 
 def _plot(summary: dict[str, dict[str, float]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 3.5), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(9, 3.5), layout="constrained")
     kinds = [*_KINDS, "all"]
     names = [name for name in EVICTIONS if name not in (_REFERENCE, "never")]
     width = 0.8 / len(names)
@@ -252,7 +248,7 @@ def _plot(summary: dict[str, dict[str, float]], path: Path) -> None:
     axes.set_xticks(range(len(kinds)), kinds)
     axes.set_ylabel(f"loading time / {_REFERENCE}'s")
     axes.legend(ncols=len(names))
-    figure.savefig(path, dpi=110)
+    save_picture(figure, path)
 
 
 if __name__ == "__main__":

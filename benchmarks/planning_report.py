@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.rendering import markdown_table, pyplot, save_picture
 
 __all__ = ["write_markdown", "write_plot"]
 
@@ -18,7 +20,7 @@ def write_markdown(content: Mapping[str, Any], path: Path) -> None:
         "Written by `python -m benchmarks.planning`; simulated, but for times of the solver.",
         "",
     ]
-    lines += _table(
+    lines += markdown_table(
         ["devices", "demand, 1/s", "a plan", "the next one", "accuracy", "no plan above", "served"],
         (
             [
@@ -40,7 +42,7 @@ def write_markdown(content: Mapping[str, Any], path: Path) -> None:
         own = [each for each in served if each["trace"] == trace]
         lines += ["", f"**{trace}**: violations, and accuracy of answers in time", ""]
         headrooms = sorted({each["headroom"] for each in own})
-        lines += _table(
+        lines += markdown_table(
             ["headroom", *(f"{each:g}" for each in headrooms)],
             (
                 [
@@ -52,14 +54,14 @@ def write_markdown(content: Mapping[str, Any], path: Path) -> None:
         )
         headroom = statistics.mode(each["headroom"] for each in own)
         lines += [""]
-        lines += _table(
+        lines += markdown_table(
             ["a variant loads in", *(f"{each:g} s" for each in loads)],
             [["planned again", *(_cell(_one(own, "again", headroom, each)) for each in loads)]],
         )
     lines += ["", "**Groups of devices**: violations; mean of seeds", ""]
     herd = content["herd"]
     cells = list(dict.fromkeys((each["load"], each["cv"]) for each in herd))
-    lines += _table(
+    lines += markdown_table(
         ["", *(f"load {load:g}, CV {cv:g}" for load, cv in cells)],
         (
             [system, *(f"{_mean(herd, system, load, cv):.2%}" for load, cv in cells)]
@@ -71,15 +73,10 @@ def write_markdown(content: Mapping[str, Any], path: Path) -> None:
 
 def write_plot(content: Mapping[str, Any], path: Path) -> None:
     """Draw accuracy over violations, and violations over the time of a load."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
     served = content["served"]
     usual_s = statistics.mode(each["load_s"] for each in served)
     headroom = statistics.mode(each["headroom"] for each in served)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for number, trace in enumerate(dict.fromkeys(each["trace"] for each in served)):
         own = [each for each in served if each["trace"] == trace]
         for plans, style in (("once", "o--"), ("again", "s-")):
@@ -111,7 +108,7 @@ def write_plot(content: Mapping[str, Any], path: Path) -> None:
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+    save_picture(figure, path)
 
 
 def _cell(row: Row) -> str:
@@ -132,8 +129,3 @@ def _mean(rows: Sequence[Row], system: str, load: float, cv: float) -> float:
         for each in rows
         if (each["system"], each["load"], each["cv"]) == (system, load, cv)
     )
-
-
-def _table(titles: Sequence[str], rows: Iterator[list[str]] | Sequence[list[str]]) -> list[str]:
-    lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
-    return lines + [f"| {' | '.join(row)} |" for row in rows]

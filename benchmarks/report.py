@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import Summary, pair_ratios
+from benchmarks.rendering import pyplot, save_picture
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -186,16 +187,13 @@ def plot(curves: Sequence[Curve], path: Path, *, subtitle: str) -> None:
     Says so where there is no matplotlib: the results are written already.
     """
     try:
-        import matplotlib
+        subplots = pyplot().subplots
     except ImportError:
         print(f"left out: {path}, as matplotlib is not installed")
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     panels = list(dict.fromkeys(curve.panel for curve in curves))
     names = list(dict.fromkeys(curve.name for curve in curves))
-    figure, axes = pyplot.subplots(
+    figure, axes = subplots(
         1, len(panels), figsize=(5.6 * len(panels), 4.8), sharey=True, squeeze=False
     )
     for axis, panel in zip(axes[0], panels, strict=True):
@@ -212,9 +210,7 @@ def plot(curves: Sequence[Curve], path: Path, *, subtitle: str) -> None:
     axes[0][0].set_ylabel("time (ms)")
     figure.suptitle(subtitle, fontsize=10)
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    save_picture(figure, path)
 
 
 def _draw(axis: Any, curve: Curve, index: int) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.rendering import markdown_table, pyplot, save_picture
 from benchmarks.staged_scenes import DEVICES
 from benchmarks.staged_systems import OURS
 
@@ -101,30 +102,29 @@ def report(cells: Sequence[Cell], head: dict[str, int]) -> str:
 
 
 def _summary(cells: Sequence[Cell]) -> list[str]:
-    lines = ["", "## Mean latency, dvabatch against others", ""]
-    lines += ["| device | against | low | medium | high | step | all | worst cell |"]
-    lines += ["|---|---|---:|---:|---:|---:|---:|---|"]
+    rows = []
     for device in DEVICES:
         paper: _Gains = {}
         for name in (*BASELINES, "immediate, two at once", "auto"):
             found = gains(cells, name, device=device)
             if found:
-                lines.append(_gains_row(device, name, found))
+                rows.append(_gains_row(device, name, found))
             if name in BASELINES:
                 paper |= {(f"{scene} {name}", load): v for (scene, load), v in found.items()}
         steady = [gain for (_, load), gain in paper.items() if load != "step"]
         if steady:
             note = "immediate and window, but for the step, as in the paper"
-            lines.append(f"| {device} | {note} | | | | | {_signed(_mean(steady))} | |")
-    return lines
+            rows.append([device, note, *[""] * len(_LOADS), _signed(_mean(steady)), ""])
+    head = ["device", "against", *_LOADS, "all", "worst cell"]
+    title = "## Mean latency, dvabatch against others"
+    return ["", title, "", *markdown_table(head, rows, texts=2)]
 
 
-def _gains_row(device: str, name: str, found: _Gains) -> str:
+def _gains_row(device: str, name: str, found: _Gains) -> list[str]:
     means = [_mean(gain for (_, load), gain in found.items() if load == each) for each in _LOADS]
     (scene, load), worst = min(found.items(), key=lambda each: each[1])
-    shown = " | ".join(map(_signed, [*means, _mean(found.values())]))
     place = f"{_signed(worst)} ({scene.rpartition(',')[0]}, {load})"
-    return f"| {device} | {name} | {shown} | {place} |"
+    return [device, name, *map(_signed, [*means, _mean(found.values())]), place]
 
 
 def _latencies(cells: Sequence[Cell]) -> list[str]:
@@ -141,12 +141,13 @@ def _latencies_of(cells: Sequence[Cell], section: str) -> list[str]:
     mine = [each for each in cells if each.section == section]
     lines = []
     for scene in dict.fromkeys(each.scene for each in mine):
-        lines += ["", f"| {scene} | " + " | ".join(_LOADS) + " |", "|---|" + "---:|" * len(_LOADS)]
         here = [each for each in mine if each.scene == scene]
+        rows = []
         for system in dict.fromkeys(each.system for each in here):
             row = {each.load: each for each in here if each.system == system}
             shown = [_latency(row[load]) if load in row else "" for load in _LOADS]
-            lines.append(f"| {system} | " + " | ".join(shown) + " |")
+            rows.append([system, *shown])
+        lines += ["", *markdown_table([scene, *_LOADS], rows)]
     return lines
 
 
@@ -155,15 +156,14 @@ def _peaks(cells: Sequence[Cell]) -> list[str]:
     systems = list(dict.fromkeys(each.system for each in mine))
     if not mine:
         return []
-    lines = ["", "## Requests a second with 99 % of them within the objective", ""]
-    lines += ["| | " + " | ".join(systems) + " | dvabatch / immediate |"]
-    lines += ["|---|" + "---:|" * (len(systems) + 1)]
+    rows = []
     for scene in dict.fromkeys(each.scene for each in mine):
         row = {each.system: each.qps or 0.0 for each in mine if each.scene == scene}
         shown = [f"{row[name]:.0f}" if name in row else "" for name in systems]
         ratio = _ratio(row.get(OURS), row.get("immediate"))
-        lines.append(f"| {scene} | " + " | ".join(shown) + f" | {ratio:.2f} x |")
-    return lines
+        rows.append([scene, *shown, f"{ratio:.2f} x"])
+    title = "## Requests a second with 99 % of them within the objective"
+    return ["", title, "", *markdown_table(["", *systems, "dvabatch / immediate"], rows)]
 
 
 def _ablations(cells: Sequence[Cell]) -> list[str]:
@@ -177,15 +177,15 @@ def _ablations(cells: Sequence[Cell]) -> list[str]:
             continue
         systems = list(dict.fromkeys(each.system for each in mine))
         lines += ["", f"## {title}: mean / 99th percentile of dvabatch in ms", ""]
-        lines += ["| | " + " | ".join(systems) + " |", "|---|" + "---:|" * len(systems)]
+        rows = []
         for scene, load in dict.fromkeys((each.scene, each.load) for each in mine):
             row = {
                 each.system: _latency(each)
                 for each in mine
                 if (each.scene, each.load) == (scene, load)
             }
-            shown = " | ".join(row.get(system, "") for system in systems)
-            lines.append(f"| {scene}, {load} load | {shown} |")
+            rows.append([f"{scene}, {load} load", *(row.get(system, "") for system in systems)])
+        lines += markdown_table(["", *systems], rows)
     return lines
 
 
@@ -217,16 +217,11 @@ def _signed(share: float | None) -> str:
 
 def plot(cells: Sequence[Cell], path: Path) -> None:
     """Plot latencies, a row per device and a column per model; below them the rest."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
     latencies = [each for each in cells if each.section == "latencies"]
     scenes = dict.fromkeys(each.scene for each in latencies)
     models = list(dict.fromkeys(scene.rpartition(", ")[0] for scene in scenes)) or [""]
     devices = [each for each in DEVICES if any(scene.endswith(each) for scene in scenes)] or [""]
-    figure = pyplot.figure(figsize=(15, 4.5 + 2.6 * len(devices)), layout="constrained")
+    figure = pyplot().figure(figsize=(15, 4.5 + 2.6 * len(devices)), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=(2.6 * len(devices), 4.5))
     axes = upper.subplots(len(devices), len(models), squeeze=False, sharey=True)
     for row, device in zip(axes, devices, strict=True):
@@ -238,9 +233,7 @@ def plot(cells: Sequence[Cell], path: Path) -> None:
     upper.legend(handles, labels, loc="outside lower center", ncols=len(labels) or 1, frameon=False)
     upper.suptitle("Simulated: mean latency (dots) and 99th percentile (where the lines end)")
     _draw_lower(lower.subplots(1, 3), cells)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
+    save_picture(figure, path)
 
 
 def _draw_latencies(axis: Any, cells: Sequence[Cell], scene: str) -> None:

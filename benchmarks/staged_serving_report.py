@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Summary, pair_ratios
+from benchmarks.rendering import markdown_table, pyplot, save_picture
 from benchmarks.report import Target
 
 __all__ = ["gains", "markdown", "overheads", "peaks", "plot"]
@@ -130,11 +131,6 @@ def _heading(content: Result) -> str:
     )
 
 
-def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    aligned = ["---" if not number else "---:" for number in range(len(head))]
-    return ["| " + " | ".join(row) + " |" for row in (head, aligned, *rows)]
-
-
 def _latency_table(content: Result) -> list[str]:
     head = ["mean / p99, ms", *(f"{load}" for load in content["plan"]["loads"])]
     rows = []
@@ -150,7 +146,7 @@ def _latency_table(content: Result) -> list[str]:
                     )
                 )
             rows.append(row)
-    return _rows(head, rows)
+    return markdown_table(head, rows)
 
 
 def _gain_table(content: Result) -> list[str]:
@@ -167,7 +163,7 @@ def _gain_table(content: Result) -> list[str]:
             both = [found[each, figure].get(cell) for figure in ("mean_ms", "p99_ms")]
             row.append(" / ".join("" if one is None else f"{one:+.0%}" for one in both))
         rows.append(row)
-    return _rows(head, rows)
+    return markdown_table(head, rows)
 
 
 def _peak_table(content: Result) -> list[str]:
@@ -181,7 +177,7 @@ def _peak_table(content: Result) -> list[str]:
         ratio = f"{by_side[OURS] / best:.2f}" if best and OURS in by_side else ""
         shown = [f"{by_side[side]:.0f}" if side in by_side else "" for side in sides]
         rows.append([model, *shown, ratio])
-    return _rows(head, rows)
+    return markdown_table(head, rows)
 
 
 def _overhead_table(content: Result) -> list[str]:
@@ -190,7 +186,7 @@ def _overhead_table(content: Result) -> list[str]:
         [model, *(_spread(by_side.get(side)) for side in ("one stage", "all stages"))]
         for model, by_side in overheads(content).items()
     ]
-    return _rows(head, rows)
+    return markdown_table(head, rows)
 
 
 def _verdicts(content: Result) -> list[str]:
@@ -242,14 +238,10 @@ def _spread(summary: Summary | None) -> str:
 
 def plot(content: Result, path: Path) -> None:
     """Plot mean and p99 latency by load for each model, and peaks."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.patches import Patch
 
     models = [each for each in content["plan"]["models"] if each in DIVERSITY]
-    figure, axes = pyplot.subplots(
+    figure, axes = pyplot().subplots(
         2, len(models) + 1, figsize=(3.6 * (len(models) + 1), 6.4), squeeze=False
     )
     for column, model in enumerate(models):
@@ -273,9 +265,7 @@ def plot(content: Result, path: Path) -> None:
         fontsize=9,
     )
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save_picture(figure, path)
 
 
 def _bars(axis: Any, content: Result, model: str, name: str) -> None:
