@@ -8,9 +8,7 @@ measures.
 from __future__ import annotations
 
 import gc
-import json
 import os
-import sys
 import threading
 import time
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 from benchmarks.batching_devices import MAX_BATCH_SIZE, Device, make_device
 from benchmarks.batching_load import arrivals_s, offer, summarise
 from benchmarks.peers import Peer, make_peer
+from benchmarks.tasks import emit, main, pause
 
 __all__: list[str] = []
 
@@ -27,11 +26,7 @@ _ANSWER_DEADLINE_S = 20.0
 _WARM_LOAD_S, _WARM_SEED = 1.5, 7
 
 
-def _emit(descriptor: int, result: dict[str, Any]) -> None:
-    os.write(descriptor, json.dumps(result).encode() + b"\n")
-
-
-def calibrate(descriptor: int, *, device: str, repeats: int) -> None:
+def calibrate(*, device: str, repeats: int) -> dict[str, Any]:
     """Milliseconds of each batch size on an otherwise idle device, medians."""
     model = make_device(device)
     durations_ms: dict[int, float] = {}
@@ -43,11 +38,10 @@ def calibrate(descriptor: int, *, device: str, repeats: int) -> None:
             model.run(batch)
         taken = sorted(each.ended_ns - each.started_ns for each in model.batches)
         durations_ms[size] = taken[len(taken) // 2] / 1e6
-    _emit(descriptor, {"durations_ms": durations_ms})
+    return {"durations_ms": durations_ms}
 
 
 def measure(
-    descriptor: int,
     *,
     policy: str,
     settings: dict[str, Any],
@@ -66,8 +60,7 @@ def measure(
     _warm(peer, model, rate, slo_ms / 1e3)
     peer.end_warm_up()
     warm_s += time.monotonic()
-    _emit(descriptor, {"is_ready": True})
-    sys.stdin.readline()
+    pause({"is_ready": True})
     model.batches.clear()
     busy_s = model.processor_s
     gc.collect()
@@ -81,7 +74,7 @@ def measure(
     result["threads"] = threading.active_count()
     result["warm_s"] = warm_s
     result["facts"] = peer.facts()
-    _emit(descriptor, result)
+    emit(result)
     # Not all of these libraries stop; nothing is lost but the process.
     os._exit(0)
 
@@ -105,14 +98,5 @@ def _burst(peer: Peer, device: Device, numbers: range) -> None:
             raise RuntimeError(f"request {number} of the warm-up got no answer")
 
 
-_TASKS = {"measure": measure, "calibrate": calibrate}
-
-
-def main(arguments: list[str]) -> None:
-    """Run one task."""
-    task, parameters, descriptor = arguments
-    _TASKS[task](int(descriptor), **json.loads(parameters))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(measure, calibrate)

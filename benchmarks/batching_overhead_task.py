@@ -10,9 +10,7 @@ the processor's caches; the time for it is not counted.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -22,6 +20,7 @@ import numpy as np
 
 from benchmarks.batching_devices import Device
 from benchmarks.peers import LoopPeer, make_peer
+from benchmarks.tasks import emit, main
 
 __all__: list[str] = []
 
@@ -75,7 +74,7 @@ class _NoDevice(Device):
         return int(result)
 
 
-def direct(descriptor: int, *, calls: int, read_mb: float) -> None:
+def direct(*, calls: int, read_mb: float) -> dict[str, Any]:
     """Measure the function without any batcher."""
     device = _NoDevice(read_mb)
     taken_ns = []
@@ -83,11 +82,10 @@ def direct(descriptor: int, *, calls: int, read_mb: float) -> None:
         begin_ns = device.others_ns()
         device.run_list([number])[0]
         taken_ns.append(device.others_ns() - begin_ns)
-    _emit(descriptor, taken_ns, 0.0, sum(taken_ns) / 1e9)
+    return _figures(taken_ns, 0.0, sum(taken_ns) / 1e9)
 
 
 def batcher(
-    descriptor: int,
     *,
     policy: str,
     settings: dict[str, Any],
@@ -106,7 +104,7 @@ def batcher(
         measured = waiting.result(60)
     else:
         measured = _blocking(peer, device, calls, clients)
-    _emit(descriptor, *measured)
+    emit(_figures(*measured))
     os._exit(0)  # not all of these libraries stop
 
 
@@ -162,9 +160,9 @@ async def _await_each(
             return
 
 
-def _emit(descriptor: int, taken_ns: list[int], busy_s: float, elapsed_s: float) -> None:
+def _figures(taken_ns: list[int], busy_s: float, elapsed_s: float) -> dict[str, Any]:
     ordered = sorted(taken_ns)
-    result = {
+    return {
         "calls": len(ordered),
         "mean_us": sum(ordered) / len(ordered) / 1e3,
         "p50_us": ordered[len(ordered) // 2] / 1e3,
@@ -172,17 +170,7 @@ def _emit(descriptor: int, taken_ns: list[int], busy_s: float, elapsed_s: float)
         "processor_us": busy_s / len(ordered) * 1e6,
         "elapsed_us": elapsed_s / len(ordered) * 1e6,
     }
-    os.write(descriptor, json.dumps(result).encode() + b"\n")
-
-
-_TASKS = {"direct": direct, "batcher": batcher}
-
-
-def main(arguments: list[str]) -> None:
-    """Run one task."""
-    task, parameters, descriptor = arguments
-    _TASKS[task](int(descriptor), **json.loads(parameters))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(direct, batcher)

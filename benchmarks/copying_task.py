@@ -7,9 +7,7 @@ device's context and mapping) and the state of the page cache. Digests are compa
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,8 +15,8 @@ from typing import Any
 
 from blake3 import blake3
 
-from benchmarks.forking import emit
 from benchmarks.process_memory import drop_cached, warm_cached
+from benchmarks.tasks import main
 from trims_shim.formats.device_layout import DeviceLayout, Placed
 from trims_shim.memory import copying, copying_native, copying_python
 from trims_shim.memory.driver import driver
@@ -273,14 +271,7 @@ _DEVICE: dict[str, Callable[[int, DeviceLayout, int], dict[str, Any]]] = {
     "upload, first of a process, not hashed": _upload_first,
     "download": _download,
 }
-_TASKS: dict[str, Callable[..., dict[str, Any]]] = {"host": host, "device": device}
-
-
-def main(arguments: list[str]) -> None:
-    """Run one task."""
-    task, parameters, descriptor = arguments
-    emit(int(descriptor), _TASKS[task](**json.loads(parameters)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(host, device)

@@ -7,15 +7,13 @@ architectures; their weights come from checkpoints that :mod:`benchmarks.models`
 from __future__ import annotations
 
 import functools
-import json
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.forking import emit
 from benchmarks.process_memory import pss_bytes
+from benchmarks.tasks import main
 
 __all__ = ["members"]
 
@@ -133,16 +131,5 @@ def problem(*, architectures: list[str], devices: list[str], batch_sizes: list[i
     return {"path": str(path)}
 
 
-_TASKS: dict[str, Callable[..., Any]] = {
-    task.__name__: task for task in (in_turn, ensemble, idle, problem)
-}
-
-
-def main(arguments: list[str]) -> None:
-    """Run one task."""
-    task, parameters, descriptor = arguments
-    emit(int(descriptor), _TASKS[task](**json.loads(parameters)))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(in_turn, ensemble, idle, problem)

@@ -26,8 +26,9 @@ from typing import Any
 
 from benchmarks.harness import Worker, WorkerFailed
 from benchmarks.process_memory import own_pages
+from benchmarks.tasks import send
 
-__all__ = ["Server", "emit", "serve", "server"]
+__all__ = ["Server", "serve", "server"]
 
 Result = dict[str, Any]
 Tasks = Mapping[str, Callable[..., Result]]
@@ -76,18 +77,13 @@ def server(module: str, environment: Mapping[str, str] | None = None) -> Iterato
 # --- the side that serves -------------------------------------------------------------------------
 
 
-def emit(descriptor: int, result: Mapping[str, Any]) -> None:
-    """Send one result."""
-    os.write(descriptor, json.dumps(result).encode() + b"\n")
-
-
 def serve(tasks: Tasks, descriptor: int) -> None:
     """Run orders from standard input until an empty line or its end."""
-    emit(descriptor, {"ready": True})
+    send(descriptor, {"ready": True})
     for line in sys.stdin:
         if not line.strip():
             return
-        emit(descriptor, _in_child(tasks, json.loads(line)))
+        send(descriptor, _in_child(tasks, json.loads(line)))
 
 
 def _in_child(tasks: Tasks, order: Result) -> Result:

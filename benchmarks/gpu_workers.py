@@ -17,22 +17,16 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
-from benchmarks.forking import emit, serve
+from benchmarks import forking
 from benchmarks.gpu_ways import WAYS, start, wait
 from benchmarks.gpu_witness import shared_fraction, weights_sum
+from benchmarks.tasks import main, pause
 
 __all__: list[str] = []
 
 Result = dict[str, Any]
-
-
-def _activate() -> None:
-    """Import the shim before everything else, as a user's program does."""
-    if os.environ.get("TRIMS_ENABLED") == "1":
-        import trims_shim  # noqa: F401
 
 
 # --- tasks ----------------------------------------------------------------------------------------
@@ -173,18 +167,18 @@ def hold(*, path: str, how: str, device: str, device_id: str) -> None:
 
         context = driver().context(driver().index_of(device_id))
         context.__enter__()
-        _pause({"ready": True})
+        pause({"ready": True})
         descriptor = os.open(path, os.O_RDONLY)
         kept = cache().open_device(descriptor, name=path, device=device_id)
-        _pause({"address": kept.address})
+        pause({"address": kept.address})
         return
     from safetensors.torch import load_file
 
     start(device)
-    _pause({"ready": True})
+    pause({"ready": True})
     kept = load_file(path, device=device)
     wait(device)
-    _pause({"shared": shared_fraction(kept.values(), path, device)})
+    pause({"shared": shared_fraction(kept.values(), path, device)})
 
 
 def checkpoint(*, name: str, file_format: str, directory: str, device: str) -> Result:
@@ -249,55 +243,28 @@ def devices() -> Result:
     return {"devices": described, "copy_engine": engine()}
 
 
-_TASKS: dict[str, Callable[..., Any]] = {
-    task.__name__: task
-    for task in (
-        cold_start,
-        open_tensors,
-        open_image,
-        rates,
-        engine_rates,
-        hold,
-        checkpoint,
-        outline,
-        describe,
-        devices,
-    )
-}
+_TASKS = (
+    cold_start,
+    open_tensors,
+    open_image,
+    rates,
+    engine_rates,
+    hold,
+    checkpoint,
+    outline,
+    describe,
+    devices,
+)
 
 
-# --- processes ------------------------------------------------------------------------------------
-
-_answers = -1
-
-
-def _pause(result: Result) -> None:
-    emit(_answers, result)
-    sys.stdin.readline()
-
-
-def _import_libraries() -> None:
-    _activate()
+def serve() -> None:
+    """Import the libraries once, and run the tasks that are ordered."""
     with contextlib.suppress(ImportError):  # tasks that need one of them say what is missing
         import safetensors.torch  # noqa: F401
 
         import benchmarks.gpu_models  # noqa: F401
-
-
-def main(arguments: list[str]) -> None:
-    """Run one task, or serve orders."""
-    global _answers
-    task, parameters, descriptor = arguments
-    _answers = int(descriptor)
-    if task == "serve":
-        _import_libraries()
-        serve(_TASKS, _answers)
-        return
-    _activate()
-    result = _TASKS[task](**json.loads(parameters))
-    if result is not None:  # otherwise the task has sent its own results
-        emit(_answers, result)
+    forking.serve({task.__name__: task for task in _TASKS}, int(sys.argv[3]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*_TASKS, serve)

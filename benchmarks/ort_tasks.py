@@ -9,30 +9,20 @@ that the memory is that of onnxruntime and numpy.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.process_memory import areas, peak_bytes, reset_peak
+from benchmarks.tasks import main, pause
 
 __all__: list[str] = []
 
 _WARM_UPS = 2
 _VOCABULARY = 1000
-
-
-def _emit(descriptor: int, result: Mapping[str, Any]) -> None:
-    os.write(descriptor, json.dumps(result).encode() + b"\n")
-
-
-def _activate() -> None:
-    """Import the shim before everything else, as a user's program does."""
-    if os.environ.get("TRIMS_ENABLED") == "1":
-        import trims_shim  # noqa: F401
 
 
 def _fallbacks() -> dict[str, int]:
@@ -120,19 +110,17 @@ def _timed_runs(session: Any, feeds: dict[str, Any], runs: int) -> list[float]:
 
 
 def session(
-    descriptor: int,
     *,
     model: str,
     how: str = "path",
     entries: Mapping[str, str] | None = None,
     prepared: str = "",
     runs: int = 0,
-) -> None:
+) -> dict[str, Any]:
     """Create a session, run it, and report times, memory and the outputs' checksum.
 
     ``how`` is ``path`` or ``bytes``; ``prepared`` is the directory that a hit maps.
     """
-    _activate()
     made, facts = _create(model, how, entries or {}, prepared)
     feeds = _feeds(made)
     start = time.perf_counter()
@@ -140,19 +128,17 @@ def session(
     facts["first_run_s"] = time.perf_counter() - start
     facts["checksum"] = _checksum(outputs)
     facts["run_s"] = _timed_runs(made, feeds, runs) if runs else []
-    _emit(descriptor, facts)
+    return facts
 
 
-def hold(descriptor: int, *, model: str, prepared: str = "") -> None:
+def hold(*, model: str, prepared: str = "") -> None:
     """Create a session from a path, run it once, and keep it until released."""
-    _activate()
     made, facts = _create(model, "path", {}, prepared)
     checksum = _checksum(made.run(None, _feeds(made)))
-    _emit(descriptor, facts | {"pid": os.getpid(), "checksum": checksum})
-    sys.stdin.readline()
+    pause(facts | {"pid": os.getpid(), "checksum": checksum})
 
 
-def export(descriptor: int, *, name: str) -> None:
+def export(*, name: str) -> dict[str, Any]:
     """Make a model's file if the cache of models lacks it."""
     import contextlib
 
@@ -160,27 +146,16 @@ def export(descriptor: int, *, name: str) -> None:
 
     with contextlib.redirect_stdout(sys.stderr):  # the exporter prints
         path = ensure_model(name)
-    _emit(descriptor, {"path": str(path), "size_bytes": path.stat().st_size})
+    return {"path": str(path), "size_bytes": path.stat().st_size}
 
 
-def start(descriptor: int, *, path: str) -> None:
+def start(*, path: str) -> dict[str, Any]:
     """Start a daemon by a load that has nothing to do with onnxruntime."""
     import trims_shim
 
     trims_shim.warm(path)
-    _emit(descriptor, {})
-
-
-_TASKS: dict[str, Callable[..., None]] = {
-    task.__name__: task for task in (session, hold, export, start)
-}
-
-
-def main(arguments: list[str]) -> None:
-    """Run one task."""
-    task, parameters, descriptor = arguments
-    _TASKS[task](int(descriptor), **json.loads(parameters))
+    return {}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(session, hold, export, start)

@@ -9,32 +9,22 @@ the garbage of a load; the garbage of the imports is collected before.
 from __future__ import annotations
 
 import gc
-import json
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.process_memory import areas, areas_holding, is_segment, settle
+from benchmarks.tasks import main, pause
 
 if TYPE_CHECKING:
     import torch
 
 __all__: list[str] = []
 
+Result = dict[str, Any]
 State = Mapping[str, "torch.Tensor"]
 TOUCH_STRIDE_BYTES = 4096
-
-
-def _emit(descriptor: int, result: Mapping[str, Any]) -> None:
-    os.write(descriptor, json.dumps(result).encode() + b"\n")
-
-
-def _activate() -> None:
-    """Import the shim before everything else, as a user's program does."""
-    if os.environ.get("TRIMS_ENABLED") == "1":
-        import trims_shim  # noqa: F401
 
 
 def _loader(how: str, path: str) -> Callable[[], State]:
@@ -80,9 +70,8 @@ def _shared_fraction(state: State, path: str) -> float:
     return sum(inside for area, inside in held if is_segment(area, path)) / total
 
 
-def load(descriptor: int, *, path: str, how: str, settle_bytes: int = 0) -> None:
+def load(*, path: str, how: str, settle_bytes: int = 0) -> Result:
     """Load a checkpoint, then read every page of it."""
-    _activate()
     import numpy  # noqa: F401
 
     loader = _loader(how, path)
@@ -93,21 +82,17 @@ def load(descriptor: int, *, path: str, how: str, settle_bytes: int = 0) -> None
     loaded = time.perf_counter()
     checksum = _touch(state)
     end = time.perf_counter()
-    _emit(
-        descriptor,
-        {
-            "load_s": loaded - start,
-            "touch_s": end - loaded,
-            "total_s": end - start,
-            "checksum": checksum,
-            "shared": _shared_fraction(state, path),
-        },
-    )
+    return {
+        "load_s": loaded - start,
+        "touch_s": end - loaded,
+        "total_s": end - start,
+        "checksum": checksum,
+        "shared": _shared_fraction(state, path),
+    }
 
 
-def load_into(descriptor: int, *, path: str, how: str, architecture: str) -> None:
+def load_into(*, path: str, how: str, architecture: str) -> Result:
     """Load a checkpoint into a model that is already built."""
-    _activate()
     from benchmarks.models import build
 
     model = build(architecture)
@@ -119,50 +104,43 @@ def load_into(descriptor: int, *, path: str, how: str, architecture: str) -> Non
     model.load_state_dict(state)
     end = time.perf_counter()
     del state
-    _emit(
-        descriptor,
-        {
-            "load_s": loaded - start,
-            "load_state_dict_s": end - loaded,
-            "total_s": end - start,
-            "checksum": _touch(model.state_dict()),
-            "shared": _shared_fraction(model.state_dict(), path),
-        },
-    )
+    return {
+        "load_s": loaded - start,
+        "load_state_dict_s": end - loaded,
+        "total_s": end - start,
+        "checksum": _touch(model.state_dict()),
+        "shared": _shared_fraction(model.state_dict(), path),
+    }
 
 
-def hold(descriptor: int, *, path: str, how: str) -> None:
+def hold(*, path: str, how: str) -> None:
     """Load a checkpoint, read every page, and keep it until released."""
-    _activate()
     state = _loader(how, path)()
     checksum = _touch(state)
-    _emit(
-        descriptor,
+    pause(
         {
             "pid": os.getpid(),
             "ranges": _ranges(state),
             "checksum": checksum,
             "shared": _shared_fraction(state, path),
-        },
+        }
     )
-    sys.stdin.readline()
 
 
-def warm(descriptor: int, *, path: str) -> None:
+def warm(*, path: str) -> Result:
     """Make a file resident in the cache."""
     import trims_shim
 
     trims_shim.warm(path)
-    _emit(descriptor, {})
+    return {}
 
 
-def opens(descriptor: int, *, path: str, duration_s: float) -> None:
+def opens(*, path: str, duration_s: float) -> Result:
     """Open and close a resident model again and again, beginning when released."""
     import trims_shim
 
     trims_shim.open(path).close()
-    _emit(descriptor, {"ready": True})
-    sys.stdin.readline()
+    pause({"ready": True})
     latencies_ns = []
     busy = time.process_time()
     begin = now = time.perf_counter_ns()
@@ -171,42 +149,28 @@ def opens(descriptor: int, *, path: str, duration_s: float) -> None:
         trims_shim.open(path).close()
         then, now = now, time.perf_counter_ns()
         latencies_ns.append(now - then)
-    _emit(
-        descriptor,
-        {
-            "latencies_ns": latencies_ns,
-            "elapsed_s": (now - begin) / 1e9,
-            "cpu_s": time.process_time() - busy,
-        },
-    )
+    return {
+        "latencies_ns": latencies_ns,
+        "elapsed_s": (now - begin) / 1e9,
+        "cpu_s": time.process_time() - busy,
+    }
 
 
-def checkpoint(descriptor: int, *, architecture: str, file_format: str) -> None:
+def checkpoint(*, architecture: str, file_format: str) -> Result:
     """Make a checkpoint if the cache of checkpoints lacks it."""
     from benchmarks.models import ensure_checkpoint
 
     made = ensure_checkpoint(architecture, file_format)
     facts = {"path": str(made.path), "size_bytes": made.size_bytes, "tensors": made.tensors}
-    _emit(descriptor, {"architecture": architecture, "file_format": file_format, **facts})
+    return {"architecture": architecture, "file_format": file_format, **facts}
 
 
-def segment(descriptor: int, *, kind: str, size_bytes: int, path: str) -> None:
+def segment(*, kind: str, size_bytes: int, path: str) -> Result:
     """Make, map and read one segment."""
     from benchmarks.segment_task import measure
 
-    _emit(descriptor, measure(kind, size_bytes, path))
-
-
-_TASKS: dict[str, Callable[..., None]] = {
-    task.__name__: task for task in (load, load_into, hold, warm, opens, checkpoint, segment)
-}
-
-
-def main(arguments: list[str]) -> None:
-    """Run one task."""
-    task, parameters, descriptor = arguments
-    _TASKS[task](int(descriptor), **json.loads(parameters))
+    return measure(kind, size_bytes, path)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(load, load_into, hold, warm, opens, checkpoint, segment)
