@@ -8,16 +8,14 @@ begin and end at fixed times. Nothing depends on the machine.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 
 from benchmarks.batching_learner import Learner
-from benchmarks.harness import ROOT, write_json
+from benchmarks.harness import argument_parser, write_json
 from trims_shim.batching.policies import rule_maker
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.simulator import poisson, requests, simulate
@@ -160,9 +158,8 @@ def _passing(seeds: int) -> Iterator[Passing]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argument_parser("batching_changes", __doc__)
     parser.add_argument("--seeds", type=int, default=3, help="how many")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
     options = parser.parse_args(arguments)
     print(
         "| times as slow | 1/s | objective | policy | before | 0-10 s | 10-20 s | 50-60 s | new |"

@@ -8,7 +8,6 @@ throughput of batches that take half of the objective. Nothing depends on the ma
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import multiprocessing
 import statistics
@@ -16,11 +15,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from random import Random
 
 from benchmarks.batching_policies import JITTERS, simulated
-from benchmarks.harness import ROOT, write_json
+from benchmarks.harness import argument_parser, write_json
 from benchmarks.rendering import markdown_table
 from trims_shim.batching.policies import POLICIES
 from trims_shim.batching.profiles.profile import LatencyProfile
@@ -97,13 +95,12 @@ def _table(cells: Sequence[Cell], policies: Sequence[str]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argument_parser("batching_latencies", __doc__)
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=["immediate", "auto"])
     parser.add_argument("--loads", nargs="+", type=float, default=LOADS)
     parser.add_argument("--requests", type=int, default=5000, help="in each cell, for each seed")
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--jobs", type=int, default=1, help="cells at once")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
     options = parser.parse_args(arguments)
     places = list(itertools.product(SETTINGS, JITTERS, CVS, options.loads, options.policies))
     measure = partial(_measure, count=options.requests, seeds=options.seeds)

@@ -13,7 +13,6 @@ depends on the machine.
 
 from __future__ import annotations
 
-import argparse
 import math
 import multiprocessing
 import statistics
@@ -21,11 +20,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from random import Random
 
 from benchmarks.batching_learner import Learner
-from benchmarks.harness import ROOT, write_json
+from benchmarks.harness import argument_parser, write_json
 from trims_shim.batching.policies.auto import Auto
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import Policy
@@ -82,14 +80,9 @@ class Cell:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Simulate, write, print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.batching_learning",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argument_parser("batching_learning", __doc__)
     parser.add_argument("--requests", type=int, default=5000, help="in each cell, for each seed")
     parser.add_argument("--seeds", type=int, default=4, help="how many")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
     options = parser.parse_args(arguments)
     jobs = [
         (*each, *which, learns)

@@ -13,19 +13,17 @@ full batch of the longest items. Nothing depends on the machine.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import multiprocessing
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from random import Random
 
 from benchmarks.batching_latencies import figures, means
 from benchmarks.batching_learner import Learner
-from benchmarks.harness import ROOT, write_json
+from benchmarks.harness import argument_parser, write_json
 from benchmarks.rendering import markdown_table
 from trims_shim.batching.buckets import Bucket, OpenBucket
 from trims_shim.batching.policies import Auto, Immediate
@@ -153,11 +151,10 @@ def _table(cells: Sequence[Cell]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argument_parser("batching_lengths", __doc__)
     parser.add_argument("--requests", type=int, default=5000, help="in each cell, for each seed")
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--jobs", type=int, default=1, help="cells at once")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
     options = parser.parse_args(arguments)
     places = list(itertools.product(DEVICES, OBJECTIVES, ARRIVALS, LOADS, KNOWLEDGE, WAYS))
     measure = partial(_measure, count=options.requests, seeds=options.seeds)

@@ -13,19 +13,17 @@ fails if ours adds more than 50 µs.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import (
-    ROOT,
     Worker,
     WorkerFailed,
     alternate,
+    argument_parser,
     describe_machine,
     write_json,
 )
@@ -160,11 +158,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; with ``--check`` 1 when a target is missed."""
     from rich.console import Console
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.batching_overhead")
+    parser = argument_parser("batching_overhead", __doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calls", type=int, default=4000)
     parser.add_argument("--policies", nargs="+", choices=CATALOGUE)
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args(arguments)
     machine = describe_machine()

@@ -39,9 +39,9 @@ from benchmarks.batching_plan import (
     tried_jobs,
 )
 from benchmarks.harness import (
-    ROOT,
     Worker,
     WorkerFailed,
+    argument_parser,
     describe_machine,
     rounded,
     write_json,
@@ -60,11 +60,7 @@ _DIGITS = 5
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.batching_peers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argument_parser("batching_peers", __doc__)
     parser.add_argument("--choose", action="store_true", help="only try the peers' settings")
     parser.add_argument("--policies", nargs="+", choices=CATALOGUE, default=DEFAULT_POLICIES)
     parser.add_argument("--devices", nargs="+", default=("sleep", "torch"))
@@ -75,7 +71,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="at once, on the sleeping device")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing after")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
     parser.add_argument("--fresh", action="store_true", help="compare anew; settings are kept")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     return parser.parse_args(arguments)

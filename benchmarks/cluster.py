@@ -11,18 +11,16 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
 
 from benchmarks import harness, models
-from benchmarks.harness import ROOT, Result, Summary
+from benchmarks.harness import Result, Summary
 from trims_shim.batching import LatencyProfile
 from trims_shim.cluster import deploy
 from trims_shim.cluster.actor import DeviceActor
@@ -151,12 +149,11 @@ def changes(rounds: int, architecture: str, actors: int, settings: dict[str, str
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = harness.argument_parser("cluster", __doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--models", nargs="+", default=["vgg16", "gpt2-medium"])
     parser.add_argument("--actors", nargs="+", type=int, default=[1, 4])
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
     options = parser.parse_args(arguments)
     with harness.daemon() as private:
         ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)

@@ -11,7 +11,6 @@ Writes ``docs/results/copying.json``.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from benchmarks.harness import (
     Summary,
     Worker,
     alternate,
+    argument_parser,
     describe_machine,
     pair_ratios,
     write_json,
@@ -166,11 +166,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure host memory, and device 0 where there is one."""
     from rich.console import Console
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.copying", description=__doc__)
+    parser = argument_parser("copying", __doc__)
     parser.add_argument("--size-mib", type=int, nargs="+", default=[512, 1344])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--directory", type=Path, help="where files are made: on the disk to read")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 140)
     devices, reason = _devices()

@@ -8,20 +8,18 @@ this machine is a device.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from random import Random
 from typing import Any
 
 from benchmarks.harness import (
-    ROOT,
     Worker,
     alternate,
+    argument_parser,
     daemon,
     describe_machine,
     rounded,
@@ -59,9 +57,8 @@ _MANY_TRIES = 30_000
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all parts, or some."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ensembles")
+    parser = argument_parser("ensembles", __doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
     options = parser.parse_args(arguments)
     for name in {*_ARCHITECTURES, *_SHARED}:
         ensure_checkpoint(name, "pt")

@@ -16,7 +16,6 @@ to load. A client keeps a model for a minute on average. Which models are popula
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import itertools
 import math
@@ -27,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
-from benchmarks.harness import ROOT, write_json
+from benchmarks.harness import argument_parser, write_json
 from benchmarks.rendering import pyplot, save_picture
 from trims_shim.config import EVICTIONS
 from trims_shim.daemon.eviction import eviction_policy
@@ -80,10 +79,9 @@ class Outcome:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Simulate all cells."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.eviction")
+    parser = argument_parser("eviction", __doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
     options = parser.parse_args(arguments)
     cells = [
         Cell(kind, exponent, share, seed)

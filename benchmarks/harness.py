@@ -11,6 +11,7 @@ drift of the machine cancels out.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import json
@@ -39,6 +40,7 @@ __all__ = [
     "Worker",
     "WorkerFailed",
     "alternate",
+    "argument_parser",
     "daemon",
     "describe_machine",
     "pair_ratios",
@@ -52,6 +54,17 @@ Result = dict[str, Any]
 """One JSON object that a worker sent."""
 DEADLINE_S = 180.0
 _STOP_DEADLINE_S = 15.0
+
+
+def argument_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """The parser of ``python -m benchmarks.NAME``; ``--output`` is the directory of its results."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results", metavar="DIR")
+    return parser
 
 
 class WorkerFailed(Exception):

@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import ROOT, describe_machine, write_json
+from benchmarks.harness import argument_parser, describe_machine, write_json
 from benchmarks.host_costs import measure_import, measure_opens, measure_sharing
 from benchmarks.host_loads import measure_loads, measure_misses, measure_pretrained
 from benchmarks.plan import FULL, SMOKE, Findings, Plan
@@ -41,14 +41,13 @@ _SECTIONS: dict[str, Callable[[Plan, Findings], None]] = {
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
+    parser = argument_parser("host", __doc__)
     parser.add_argument("--pairs", type=int, help="rounds of every comparison")
     parser.add_argument("--quick", action="store_true", help="a smoke run with small models")
     parser.add_argument("--baseline-only", action="store_true", help="measure without trims")
     parser.add_argument("--models", nargs="+", help="architectures of benchmarks/models.py")
     parser.add_argument("--miss-models", nargs="+", help="architectures of the first loads")
     parser.add_argument("--only", nargs="+", choices=list(_SECTIONS), default=list(_SECTIONS))
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
     parser.add_argument("--check", action="store_true", help="status 1 when a target is missed")
     return parser.parse_args(arguments)
 

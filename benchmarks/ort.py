@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_plan import Clock
-from benchmarks.harness import ROOT, describe_machine, write_json
+from benchmarks.harness import argument_parser, describe_machine, write_json
 from benchmarks.ort_memory import measure_processes
 from benchmarks.ort_plan import FULL, SMOKE, Plan, Run, find_model
 from benchmarks.ort_sessions import measure_first_sessions, measure_sessions
@@ -42,13 +42,12 @@ _SECTIONS: dict[str, Callable[[Run], None]] = {
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ort", description=__doc__)
+    parser = argument_parser("ort", __doc__)
     parser.add_argument("--rounds", type=int, help="rounds of every comparison")
     parser.add_argument("--quick", action="store_true", help="a smoke run with small models")
     parser.add_argument("--models", nargs="+", choices=FULL.models, help="what to measure")
     parser.add_argument("--only", nargs="+", choices=list(_SECTIONS), default=list(_SECTIONS))
     parser.add_argument("--budget-s", type=float, default=_BUDGET_S, help="what the run may take")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
     parser.add_argument("--check", action="store_true", help="status 1 when a target is missed")
     return parser.parse_args(arguments)
 

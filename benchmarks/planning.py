@@ -8,7 +8,6 @@ machine that finds the same plans; times of the solver are this machine's.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections import Counter
@@ -16,12 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from pathlib import Path
 from random import Random
 
 from benchmarks.batching_data import DEVICE_COUNTS, find_dataset
 from benchmarks.batching_placement import planned_options
-from benchmarks.harness import ROOT, describe_machine, write_json
+from benchmarks.harness import argument_parser, describe_machine, write_json
 from benchmarks.planning_herd import HerdCell, herd_cells, run_herd
 from benchmarks.planning_report import write_markdown, write_plot
 from trims_shim.batching.policies import rule_maker
@@ -62,10 +60,9 @@ class Cell:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Simulate all cells."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning")
+    parser = argument_parser("planning", __doc__)
     parser.add_argument("--traces", nargs="+", default=list(_TRACES))
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
     options = parser.parse_args(arguments)
     solved = [_solve(qps, times) for times in (1, 4) for qps in _DEMANDS_QPS]
     cells = list(_cells(options.traces))

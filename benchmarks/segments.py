@@ -11,7 +11,6 @@ Writes ``docs/results/segments.json``.
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
 import sys
@@ -22,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import (
-    ROOT,
     Summary,
     alternate,
+    argument_parser,
     describe_machine,
     run_once,
     write_json,
@@ -116,10 +115,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every kind that works here."""
     from rich.console import Console
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.segments", description=__doc__)
+    parser = argument_parser("segments", __doc__)
     parser.add_argument("--size-mib", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
     options = parser.parse_args(arguments)
     size_bytes = options.size_mib << 20
     console = Console(width=None if sys.stdout.isatty() else 160)

@@ -8,17 +8,15 @@ takes.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from random import Random
 
 from benchmarks.batching_flex_systems import SYSTEMS, run, synthetic
 from benchmarks.batching_trace_cells import DEVICE_SLO_MS, PROFILE
-from benchmarks.harness import ROOT, describe_machine, write_json
+from benchmarks.harness import argument_parser, describe_machine, write_json
 from trims_shim.batching.policies import POLICIES, rule_maker
 from trims_shim.batching.simulator import Report, poisson, requests, simulate
 from trims_shim.batching.single import Batching
@@ -35,10 +33,9 @@ _LEAST_PER_S = 200_000
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; return 1 if a cell is slower than the target."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulator_speed")
+    parser = argument_parser("simulator_speed", __doc__)
     parser.add_argument("--requests", type=int, default=100_000, help="of a cell")
     parser.add_argument("--repeats", type=int, default=3, help="the quickest counts")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
     options = parser.parse_args(arguments)
     count = options.requests
     found = _measured(

@@ -12,19 +12,17 @@ multiple of those of ``auto`` with the true profile.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from random import Random
 
 from benchmarks.batching_learner import Learner, StagedLearner
 from benchmarks.batching_learning import TABLES
-from benchmarks.harness import ROOT, write_json
+from benchmarks.harness import argument_parser, write_json
 from benchmarks.staged_device import StageDevice, full_demand
 from benchmarks.staged_simulation import simulate_staged
 from trims_shim.batching.policies.auto import Auto
@@ -68,13 +66,8 @@ class Cell:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Simulate, write, print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.staged_learning",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argument_parser("staged_learning", __doc__)
     parser.add_argument("--quick", action="store_true", help="tries it out, proves nothing")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
     options = parser.parse_args(arguments)
     count, seeds = (200, 1) if options.quick else (3000, 4)
     jobs = list(product(_MODELS, LOADS, _WAYS))

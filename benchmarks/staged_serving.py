@@ -33,7 +33,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.forking import Server, server
-from benchmarks.harness import ROOT, WorkerFailed, describe_machine, rounded, write_json
+from benchmarks.harness import (
+    WorkerFailed,
+    argument_parser,
+    describe_machine,
+    rounded,
+    write_json,
+)
 from benchmarks.staged_serving_report import markdown, plot
 
 __all__ = ["FULL", "LOADS", "LONE", "QUICK", "SIDES", "Plan", "main", "phases_of"]
@@ -287,11 +293,7 @@ def _measured(options: argparse.Namespace, path: Path) -> Result:
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.staged_serving",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argument_parser("staged_serving", __doc__)
     parser.add_argument("--device", default="cpu", help="cpu, or cuda")
     parser.add_argument("--models", nargs="+", choices=FULL.models)
     parser.add_argument("--loads", nargs="+", choices=LOADS)
@@ -299,7 +301,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tries it out, proves nothing")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--minutes", type=float, default=25, help="begin nothing after")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
     parser.add_argument("--name", default="staged_serving", help="name of the result files")
     return parser.parse_args(arguments)
 
