@@ -6,12 +6,11 @@ TrIMS (Dakkak et al. 2018, tables 3 and 4): the same layers over larger images, 
 fully connected layer grows (rai-project/trims-tools, large_models/). Weights are made on the device
 that will use them: a processor needs half a minute for seven billion random numbers.
 
-A checkpoint is written beside its name, then renamed. It is used again as long as its size fits.
+A checkpoint is used again as long as its size fits.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +19,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.models import Bert, Gpt2, ResNet, vgg16_features
+from benchmarks.models import ENVELOPE_BYTES, Bert, Gpt2, ResNet, vgg16_features, write_state
 
 __all__ = ["SUBJECTS", "Subject", "checkpoint", "empty_model", "weights_bytes"]
-
-_ENVELOPE_BYTES = 1 << 20
-"""Upper bound of a checkpoint's names, headers and padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +263,8 @@ def checkpoint(name: str, file_format: str, directory: Path, *, device: str) -> 
     path = directory / f"{name}.{file_format}"
     expected = weights_bytes(name)
     size = path.stat().st_size if path.exists() else 0
-    if not expected <= size <= expected * 1.01 + _ENVELOPE_BYTES:
-        _write(_random_state(name, device), path)
+    if not expected <= size <= expected * 1.01 + ENVELOPE_BYTES:
+        write_state(_random_state(name, device), path)
     return path
 
 
@@ -292,17 +288,3 @@ def _scale(key: str, values: torch.Tensor) -> None:
         values.mul_(0.05)
     else:
         values.mul_((3 / values[0].numel()) ** 0.5)
-
-
-def _write(state: dict[str, torch.Tensor], path: Path) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        if path.suffix == ".pt":
-            torch.save(state, partial)
-        else:
-            from safetensors.torch import save_file
-
-            save_file(state, partial)
-        partial.rename(path)
-    finally:
-        partial.unlink(missing_ok=True)

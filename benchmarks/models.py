@@ -24,14 +24,16 @@ from torch.nn import functional as F
 
 __all__ = [
     "ARCHITECTURES",
+    "ENVELOPE_BYTES",
     "Checkpoint",
     "build",
     "cache_directory",
     "ensure_checkpoint",
     "state_bytes",
+    "write_state",
 ]
 
-_ENVELOPE_BYTES = 1 << 20
+ENVELOPE_BYTES = 1 << 20
 """Upper bound of a checkpoint's names, headers and padding."""
 
 
@@ -323,8 +325,8 @@ def ensure_checkpoint(architecture: str, file_format: str) -> Checkpoint:
     expected, tensors = state_bytes(architecture)
     path = cache_directory() / f"{architecture}.{file_format}"
     size = path.stat().st_size if path.exists() else 0
-    if not expected <= size <= expected * 1.2 + _ENVELOPE_BYTES:
-        _write(architecture, file_format, path)
+    if not expected <= size <= expected * 1.2 + ENVELOPE_BYTES:
+        write_state(_random_state(architecture), path)
     return Checkpoint(architecture, path, path.stat().st_size, tensors)
 
 
@@ -349,12 +351,12 @@ def cache_directory() -> Path:
     return directory
 
 
-def _write(architecture: str, file_format: str, path: Path) -> None:
-    """Write beside the target and rename: an interrupted run leaves no half file."""
-    state = _random_state(architecture)
+def write_state(state: dict[str, torch.Tensor], path: Path) -> None:
+    """Write a ``.pt`` or ``.safetensors`` file beside the target, then rename: an interrupted run
+    leaves no half file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        if file_format == "pt":
+        if path.suffix == ".pt":
             torch.save(state, partial)
         else:
             from safetensors.torch import save_file
