@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -570,6 +571,36 @@ def test_a_release_that_finds_no_room_goes_before_the_next_request(daemon: Daemo
     connection.close()
     assert heard[-1] == messages.LeaseRelease(7)
     assert heard.count(heard[-1]) == 1
+
+
+@pytest.mark.timeout(20)
+def test_a_signal_handler_may_load_while_a_lease_is_given_up(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: the handler waited for ever for what it had interrupted."""
+
+    def turn(ticket: int) -> None:
+        daemon.grant(ticket)
+        daemon.answer(reply())
+
+    daemon.is_resident = True
+    thread = daemon.serve(turn)
+    connection = connect(daemon)
+    granted: list[int] = []
+    send = handover.send
+
+    def interrupted(place: socket.socket, message: object, **others: Any) -> None:
+        if isinstance(message, messages.LeaseRelease) and not granted:
+            granted.append(-1)
+            granted.append(open_null(connection).descriptor)
+        send(place, message, **others)
+
+    monkeypatch.setattr(handover, "send", interrupted)
+    connection.release(7)
+    thread.join(PATIENCE_S)
+    os.close(granted[1])
+    assert not connection._unsent
+    connection.close()
 
 
 def test_releases_that_find_no_room_need_no_further_request(

@@ -109,7 +109,7 @@ class Connection:
         self._welcome: messages.Welcome | None = None
         self._numbers = itertools.count(1)
         self._unsent: deque[int] = deque()
-        self._is_sending, self._is_waiting = threading.Lock(), threading.Lock()
+        self._is_waiting = threading.Lock()
         self._ticket = 0
         self._parts: _Parts | None = None
         self._replies: list[messages.OpenPreparedReply | messages.ErrorReply] = []
@@ -416,20 +416,24 @@ class Connection:
                 raise self._timeout("does not read")
 
     def _send_unsent(self) -> bool:
-        """Give up leases while there is room; say whether none is left. Never blocks."""
-        if not self._is_sending.acquire(blocking=False):
-            return False  # Another thread does it, or the code that a finalizer interrupts.
+        """Give up leases while there is room; say whether none is left. Never blocks.
+
+        No lock: a signal handler, or a finalizer, may come in the middle. Of two that send at once
+        both may give up a lease; to the daemon the second says nothing.
+        """
         try:
-            while self._unsent:
-                handover.send(self._handover, messages.LeaseRelease(self._unsent[0]))
-                self._unsent.popleft()
+            while True:
+                lease = self._unsent[0]
+                handover.send(self._handover, messages.LeaseRelease(lease))
+                with contextlib.suppress(ValueError):
+                    self._unsent.remove(lease)
+        except IndexError:
+            return True
         except BlockingIOError:
             return False
         except OSError:
             self._unsent.clear()  # The connection is gone, and all of its leases with it.
-        finally:
-            self._is_sending.release()
-        return True
+            return True
 
     def _send_later(self) -> None:
         """Let a thread wait for room: there may be no further request, and no end of the program.
