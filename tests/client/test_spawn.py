@@ -134,7 +134,7 @@ def test_a_failure_of_before_is_no_reason_not_to_try(
     endpoint.create()
     Path(endpoint.start_lock).write_text("no memory then")
     spawned: list[Endpoint] = []
-    monkeypatch.setattr(spawn, "_spawn", lambda endpoint, _: spawned.append(endpoint))
+    monkeypatch.setattr(spawn, "_spawn", lambda _, endpoint, *__: spawned.append(endpoint))
     spawn.start(endpoint, timeout_s=5)
     assert spawned == [endpoint]
     assert Path(endpoint.start_lock).read_text() == ""
@@ -172,6 +172,16 @@ def test_a_program_without_an_interpreter(
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     with pytest.raises(DaemonStartFailed, match="cannot start the daemon; run `trims daemon`"):
         spawn.start(endpoint, timeout_s=5)
+
+
+def test_whoever_waits_for_a_program_without_an_interpreter_tries(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: a program that ran beside one that was frozen started no daemon, either."""
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    with pytest.raises(DaemonStartFailed):
+        spawn.start(endpoint, timeout_s=5)
+    assert Path(endpoint.start_lock).read_text() == ""
 
 
 def test_a_script_in_the_place_of_the_interpreter_is_not_run(

@@ -65,8 +65,9 @@ def start(endpoint: Endpoint, *, timeout_s: float) -> None:
                 if os.path.exists(endpoint.handover):
                     return
             os.ftruncate(lock, 0)
+            executable = _interpreter()  # Who waits for the lock may have one all the same.
             try:
-                _spawn(endpoint, deadline)
+                _spawn(executable, endpoint, deadline)
             except DaemonStartFailed as error:
                 with contextlib.suppress(OSError):  # no room, which may be why it cannot start
                     os.pwrite(lock, str(error).encode()[:_REASON_LIMIT_BYTES], 0)
@@ -131,8 +132,7 @@ def _raise_failure_before(lock: int) -> None:
         raise DaemonStartFailed(reason)
 
 
-def _spawn(endpoint: Endpoint, deadline: float) -> None:
-    executable = _interpreter()
+def _spawn(executable: str, endpoint: Endpoint, deadline: float) -> None:
     _take_statuses()
     with contextlib.ExitStack() as stack:
         # A child that another thread forks here would keep the pipe open, and we miss its end.
