@@ -1,7 +1,7 @@
 """What ``import trims_shim`` does to a process, in every order and with every switch.
 
 Each case is a program of its own in a fresh interpreter: what is imported, and when, is the point.
-Only four of them import torch; the others use safetensors.numpy.
+Only six of them import torch; the others use safetensors.numpy.
 """
 
 from __future__ import annotations
@@ -228,6 +228,33 @@ assert {point["state"] for point in points if point["library"] == "torch"} == {"
 )
 def test_torch_in_both_orders(run: Run, imports: str) -> None:
     run(f"import sys; {imports}\n{TORCH_SERVES}")
+
+
+INTERRUPTED = """
+import os, sys, torch
+def interrupt(frame, event, argument):
+    code, target = frame.f_code, str(frame.f_locals.get("target", ""))
+    if (code.co_filename + target).endswith(os.environ["AT"]):
+        sys.settrace(None)
+        raise KeyboardInterrupt
+sys.settrace(interrupt)
+try:
+    import trims_shim
+    sys.exit("not interrupted")
+except KeyboardInterrupt:
+    import trims_shim
+from trims_shim import patches
+for name, _, modules, _ in patches.PATCH_FILES:
+    if modules == ("torch",):
+        points = sys.modules["trims_shim.patches." + name].POINTS
+        assert [each.point for each in patches.applied()[name]] == list(points), name
+"""
+
+
+@pytest.mark.parametrize("at", ["torch_unshare.py", ":_legacy_load"])
+def test_an_interrupted_import_that_is_tried_again(run: Run, at: str) -> None:
+    """Found: what was being patched stayed as it was, half patched or not at all."""
+    run(INTERRUPTED, AT=at)
 
 
 def test_unusable_setting_leaves_everything_alone_and_warns_once(run: Run) -> None:

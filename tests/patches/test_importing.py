@@ -121,6 +121,28 @@ def test_a_hook_that_fails_is_counted(module: MakeModule, monkeypatch: pytest.Mo
     assert (reason, str(error)) == ("import_hook", "ours")
 
 
+def test_hooks_that_a_signal_handler_ends_run_when_the_import_is_tried_again(
+    module: MakeModule,
+) -> None:
+    """Found: after Ctrl-C during an import that was tried again, its library was not patched."""
+    name = module("waited_interrupted", "")
+    seen: list[str] = []
+
+    def interrupted() -> None:
+        seen.append("first")
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+
+    call_when_imported(name, interrupted)
+    call_when_imported(name, lambda: seen.append("second"))
+    with pytest.raises(KeyboardInterrupt):
+        importlib.import_module(name)
+    importlib.import_module(name)
+    assert seen == ["first", "first", "second"]
+    importlib.reload(sys.modules[name])
+    assert len(seen) == 3
+
+
 def test_a_module_that_does_not_exist(module: MakeModule) -> None:
     call_when_imported("waited_nowhere", lambda: None)
     with pytest.raises(ModuleNotFoundError, match="waited_nowhere"):

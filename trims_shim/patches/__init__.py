@@ -88,7 +88,11 @@ def enable(libraries: tuple[str, ...], *, elide_copies: bool = True) -> None:
             if patch_file == ELIDING and not elide_copies:
                 continue
             _requested.add(patch_file)
-            _when_imported(modules, functools.partial(_apply, patch_file))
+            try:
+                _when_imported(modules, functools.partial(_apply, patch_file))
+            except BaseException:  # of a signal handler: who calls again wants it, too
+                _requested.discard(patch_file)
+                raise
 
 
 def _when_imported(modules: tuple[str, ...], hook: Callable[[], None]) -> None:
@@ -135,14 +139,19 @@ def requested() -> frozenset[str]:
 def _apply(patch_file: str) -> None:
     # A child forked in the middle would inherit a half-applied patch, and our lock held.
     with no_fork(), _lock:
-        from trims_shim.patches.points import apply
+        from trims_shim.patches.points import apply, undo
 
         if patch_file not in _requested or patch_file in _applied:
             return
         points = importlib.import_module(f"{__name__}.{patch_file}").POINTS
         _applied[patch_file] = done = []
-        for point in points:  # a signal handler may end it in the middle
-            done.append(apply(point))
+        try:
+            for point in points:
+                done.append(apply(point))
+        except BaseException:  # of a signal handler: the next call starts anew
+            for patch in reversed(_applied.pop(patch_file)):
+                undo(patch)
+            raise
         _preload()
 
 

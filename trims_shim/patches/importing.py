@@ -2,7 +2,8 @@
 
 A finder at the head of ``sys.meta_path`` that never finds anything itself: it asks those behind it
 and wraps the loader of the few modules it waits for. Hooks run after the module's own code, outside
-any lock of ours. An exception of a hook is counted and dropped, and does not break the import.
+any lock of ours. An exception of a hook is counted and dropped, and does not break the import. What
+a signal handler of the program raises does, and the hook runs once more when it is tried again.
 
 Own code instead of ``wrapt.importer``: importing wrapt takes longer than ``import trims_shim`` may
 take in all (docs/decisions/0003-no-wrapt.md).
@@ -89,7 +90,11 @@ def _run_all(name: str) -> None:
             hook = hooks.pop(0)
         except IndexError:
             return
-        _run(hook)
+        try:
+            _run(hook)
+        except BaseException:  # of a signal handler: the next import goes on
+            _hooks.setdefault(name, []).extend([hook, *hooks])
+            raise
 
 
 def _run(hook: Callable[[], None]) -> None:
