@@ -1,4 +1,4 @@
-"""The log of a daemon that a client has started does not grow without end."""
+"""The daemon that a client has started: its imports, and its log, which does not grow for ever."""
 
 from __future__ import annotations
 
@@ -72,3 +72,14 @@ def test_a_pipe_is_left_alone() -> None:
     piped = [sys.executable, "-c", _PROGRAM.format(before="pass")]
     said = subprocess.run(piped, stderr=subprocess.PIPE, check=True, timeout=60).stderr
     assert len(said) > 90_000
+
+
+def test_a_python_whose_handlers_take_no_types() -> None:
+    """Found: with Python 3.10 no daemon could be started."""
+    program = (
+        "import contextlib, logging\n"
+        "with contextlib.suppress(AttributeError):\n"
+        "    del logging.StreamHandler.__class_getitem__\n"
+        "import trims_shim.daemon.detached\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

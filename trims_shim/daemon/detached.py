@@ -9,10 +9,17 @@ import resource
 import signal
 import stat
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING
 
 from trims_shim.children import be_called
 from trims_shim.daemon.background import be_expendable
+
+if TYPE_CHECKING:
+    from typing import TextIO
+
+    _StreamHandler = logging.StreamHandler[TextIO]
+else:
+    _StreamHandler = logging.StreamHandler  # Python 3.10 has no brackets for it.
 
 __all__ = ["LogHandler", "main"]
 
@@ -48,7 +55,7 @@ def main(report_descriptor: int) -> None:
     sys.exit(run(report_descriptor=report_descriptor))
 
 
-class LogHandler(logging.StreamHandler[TextIO]):
+class LogHandler(_StreamHandler):
     """Writes to standard error, and starts a new file behind it when the old one has become long.
 
     One old file is kept. Not logging's own rotation: the interpreter, libraries and our child
