@@ -109,10 +109,11 @@ def _tell_service_manager(state: str) -> None:
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return
+    name = f"\0{address[1:]}" if address.startswith("@") else address
     kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as manager:
         manager.settimeout(1.0)
-        manager.sendto(state.encode(), address.replace("@", "\0", 1))
+        manager.sendto(state.encode(), name)
 
 
 def _claim(endpoint: Endpoint) -> int | None:
