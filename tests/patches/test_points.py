@@ -7,11 +7,14 @@ import signal
 import sys
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trims_shim.errors import PatchError
+from trims_shim.patches import points
+from trims_shim.patches.importing import call_when_imported
 from trims_shim.patches.points import PatchPoint, PatchState, apply, rebind, resolve, undo
 
 SOURCE = """
@@ -225,6 +228,24 @@ class TestHolders:
         undo(patch)
         assert holder.load is library.load is original
         assert holder.alias == "reused"
+
+    def test_at_the_end_of_the_import_nobody_is_looked_for(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It takes longer than the rest of the patches, and nobody can have the name yet."""
+        (tmp_path / "fresh_library.py").write_text("def load(x): return x * 10")
+        monkeypatch.syspath_prepend(tmp_path)
+        looked: list[str] = []
+        monkeypatch.setattr(points, "rebind", lambda *_, home: looked.append(home))
+        wanted = PatchPoint("fresh_library:load", "1+", wrapped, has_holders=True)
+        call_when_imported("fresh_library", lambda: looked.append(apply(wanted).state.value))
+        from fresh_library import load
+
+        assert load(1) == ("ours", 10)
+        assert looked == ["applied"]
+        apply(wanted)
+        assert looked == ["applied", "fresh_library"]
+        del sys.modules["fresh_library"]
 
     def test_not_without_being_asked(self, library: Any, holder: Any) -> None:
         original = library.load
