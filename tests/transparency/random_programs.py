@@ -13,14 +13,12 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import json
 import os
 import pickle
 import random
-import threading
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from .observe import Described, Normaliser, Observer
+from .forked import described_here, in_forked_child
+from .observe import Described
+from .payloads import saved, saved_bytes
 from .registry import Work
 
 __all__ = ["Program"]
@@ -96,10 +96,6 @@ def _swap(program: Program, tensor: Tensor) -> None:
     program.values.append(other)
 
 
-def _assign(tensor: Tensor, name: str, value: object) -> None:
-    setattr(tensor, name, value)
-
-
 _WRITES: dict[str, Operation] = {
     "add": lambda _, tensor: tensor.add_(1),
     "multiply": lambda _, tensor: tensor.mul_(2),
@@ -109,7 +105,7 @@ _WRITES: dict[str, Operation] = {
     "item": lambda _, tensor: tensor.__setitem__(0, 1),
     "mask": lambda _, tensor: tensor.__setitem__(tensor > 3, 0),
     "data": lambda _, tensor: tensor.data.add_(1),
-    "gradient": lambda _, tensor: _assign(tensor, "grad", torch.ones_like(tensor)),
+    "gradient": lambda _, tensor: setattr(tensor, "grad", torch.ones_like(tensor)),
     "view": lambda _, tensor: tensor.view(-1)[1:].add_(1),
     "storage": lambda _, tensor: tensor.dtype is torch.bool or tensor.untyped_storage().fill_(1),
     "array": lambda _, tensor: tensor.detach().numpy().fill(2),
@@ -133,8 +129,8 @@ _CHANGES: dict[str, Operation] = {
     "detach_": lambda _, tensor: tensor.detach_(),
     "requires_grad_": lambda _, tensor: tensor.requires_grad_(not tensor.requires_grad),
     "share_memory_": lambda program, tensor: (program.forget_arrays(), tensor.share_memory_()),
-    "data": lambda program, tensor: _assign(tensor, "data", program.tensor()),
-    "convert": lambda _, tensor: _assign(tensor, "data", tensor.data.to(torch.float64)),
+    "data": lambda program, tensor: setattr(tensor, "data", program.tensor()),
+    "convert": lambda _, tensor: setattr(tensor, "data", tensor.data.to(torch.float64)),
 }
 
 _DERIVED: dict[str, Operation] = {
@@ -244,7 +240,7 @@ _TO_MODULES: dict[str, ModuleOperation] = {
     ),
     "vector": lambda _, net: _in_vector(net),
     "initialise": lambda _, net: _initialised(net),
-    "tie": lambda _, net: _assign(
+    "tie": lambda _, net: setattr(
         next(iter(net.parameters())), "data", list(net.parameters())[-1].data
     ),
     "functional": lambda program, net: program.values.append(
@@ -274,20 +270,6 @@ def _input(net: Any) -> Tensor:
     if isinstance(first, (nn.LSTM, nn.TransformerEncoderLayer)):
         return torch.ones(2, 3, 64, dtype=dtype)
     return torch.ones(2, 128, dtype=dtype)
-
-
-def _to_dict(program: Program, state: dict[str, Any], operation: str) -> None:
-    name = program.random.choice(list(state))
-    if operation == "rename":
-        state[f"module.{name}"] = state.pop(name)
-    elif operation == "delete":
-        del state[name]
-    elif operation == "convert":
-        state[name] = state[name].half()
-    elif operation == "add":
-        state["more"] = program.tensor()
-    else:
-        program.values.append(state[name])
 
 
 class Program:
@@ -326,15 +308,12 @@ class Program:
         for name, most in _KEPT.items():
             del getattr(self, name)[:-most]
         warned = sorted({f"{each.category.__name__}: {each.message}" for each in caught})
-        return [self._described(self._notes), warned, self._holds()]
-
-    def _described(self, value: object) -> Any:
-        return Observer(Normaliser(str(self._directory))).describe(value)
+        return [described_here(self._notes), warned, self._holds()]
 
     def _holds(self) -> Any:
         states = [[each.param_groups, list(each.state.values())] for each in self.optimizers]
         try:
-            return self._described([self.values, self.dicts, self.modules, states])
+            return described_here([self.values, self.dicts, self.modules, states])
         except RuntimeError as error:  # torch forbids even to ask some views
             return str(error)
 
@@ -345,7 +324,7 @@ class Program:
             torch.manual_seed(self.random.randrange(1000))
             net = self.random.choice(_MODULES)()
             self._originals.append(net)
-            self._write(f"{number}.pt", lambda path, net=net: torch.save(net.state_dict(), path))
+            self._write(f"{number}.pt", saved(net.state_dict()))
             self._write(
                 f"{number}.safetensors",
                 lambda path, net=net: safetensors.torch.save_model(net, str(path)),
@@ -356,11 +335,11 @@ class Program:
         optimizer.step()
         optimizer.zero_grad()
         with suppress(RuntimeError):  # parametrized modules
-            self._write("whole.pt", lambda path: torch.save(net, path))
+            self._write("whole.pt", saved(net))
         states = {"optimizer": optimizer.state_dict(), "model": net.state_dict()}
-        self._write("checkpoint.pt", lambda path: torch.save(states, path))
+        self._write("checkpoint.pt", saved(states))
         value = self._structure()
-        self._write("structure.pt", lambda path: torch.save(value, path))
+        self._write("structure.pt", saved(value))
         self._write_tensors([self._made() for _ in range(4)])
 
     def _write(self, name: str, write: Callable[[Path], object]) -> None:
@@ -379,15 +358,12 @@ class Program:
 
     def through_file(self, value: Any) -> Any:
         """Saved and loaded."""
-        self._write("value.pt", lambda path: torch.save(value, path))
+        self._write("value.pt", saved(value))
         return torch.load(self._directory / "value.pt", weights_only=False)
 
     def through_buffer(self, value: Any) -> Any:
         """Saved and loaded, without a file."""
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        buffer.seek(0)
-        return torch.load(buffer, weights_only=False)
+        return torch.load(io.BytesIO(saved_bytes(value)), weights_only=False)
 
     # --- values -----------------------------------------------------------------------------------
 
@@ -515,23 +491,19 @@ class Program:
         if self.random.random() < 0.5:
             self.dicts.append(state)
 
-    def _with_or_without_grad(self) -> torch.set_grad_enabled:
-        return torch.set_grad_enabled(self.random.random() < 0.2)
+    def _applied(self, operations: dict[str, Operation]) -> object:
+        tensor, operation = self.tensor(), self._chosen(operations)
+        with torch.set_grad_enabled(self.random.random() < 0.2):
+            return operation(self, tensor)
 
     def _write_to(self) -> None:
-        tensor, operation = self.tensor(), self._chosen(_WRITES)
-        with self._with_or_without_grad():
-            operation(self, tensor)
+        self._applied(_WRITES)
 
     def _change(self) -> None:
-        tensor, operation = self.tensor(), self._chosen(_CHANGES)
-        with self._with_or_without_grad():
-            operation(self, tensor)
+        self._applied(_CHANGES)
 
     def _derive(self) -> None:
-        tensor, operation = self.tensor(), self._chosen(_DERIVED)
-        with self._with_or_without_grad():
-            self.values.append(operation(self, tensor))
+        self.values.append(self._applied(_DERIVED))
 
     def _to_module(self) -> None:
         net = self._one_of(self.modules, self._new_module)
@@ -540,8 +512,18 @@ class Program:
     def _to_dict(self) -> None:
         state = self._one_of(self.dicts, self._load_safetensors)
         operation = self.random.choice(["rename", "delete", "convert", "add", "take"])
-        self._notes.append(operation)
-        _to_dict(self, state, operation)
+        name = self.random.choice(list(state))
+        self._notes += [operation, name]
+        if operation == "rename":
+            state[f"module.{name}"] = state.pop(name)
+        elif operation == "delete":
+            del state[name]
+        elif operation == "convert":
+            state[name] = state[name].half()
+        elif operation == "add":
+            state["more"] = self.tensor()
+        else:
+            self.values.append(state[name])
 
     def _compute(self) -> None:
         net = self._one_of(self.modules, self._new_module)
@@ -582,20 +564,21 @@ class Program:
         operation = self.random.choice(["value", "module", "tensors", "checkpoint"])
         self._notes.append(operation)
         if operation == "value":
-            self._write("structure.pt", lambda path: torch.save(self.values[-3:], path))
+            self._write("structure.pt", saved(self.values[-3:]))
         elif operation == "tensors":
             self._write_tensors([self.tensor() for _ in range(3)])
         elif operation == "module":
             net = self._one_of(self.modules, self._new_module)
-            self._write("whole.pt", lambda path: torch.save(net, path))
+            self._write("whole.pt", saved(net))
         else:
             path = self._file(".pt")
             value = torch.load(path, weights_only=False)
-            self._write(path.name, lambda new: torch.save(value, new))
+            self._write(path.name, saved(value))
 
     def _replace_file(self) -> None:
         path = self._file(self.random.choice([".pt", ".safetensors"]))
-        content = bytearray(path.read_bytes())
+        kept = path.read_bytes()
+        content = bytearray(kept)
         operation = self.random.choice(["same", "damage", "shorten", "lengthen", "touch"])
         self._notes += [path.name, operation]
         middle = len(content) // 2
@@ -608,7 +591,6 @@ class Program:
             del content[middle:]
         elif operation == "lengthen":
             content += bytes(10)
-        kept = path.read_bytes()
         self._write(path.name, lambda new: new.write_bytes(content))
         try:
             if path.suffix == ".pt":
@@ -632,43 +614,15 @@ class Program:
         return step
 
     def _in_thread(self) -> None:
-        step, raised = self._any_step(), []
-
-        def run() -> None:
-            try:
-                step()
-            except Exception as error:
-                raised.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        if raised:
-            raise raised[0]
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(self._any_step()).result()
 
     def _in_fork(self) -> None:
         """The step changes nothing here."""
-        state, reading = self.random.getstate(), self._forked(self._any_step())
-        self.random.setstate(state)
-        with open(reading) as pipe:
-            self._notes.append(Described(json.loads(pipe.read())))
-        os.wait()
-
-    def _forked(self, step: Callable[[], object]) -> int:
-        reading, writing = os.pipe()
+        step = self._any_step()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a fork beside threads, from Python 3.12 on
-            pid = os.fork()
-        if pid == 0:
-            try:
-                with open(writing, "w") as pipe:
-                    pipe.write(json.dumps(self._taken(step)))
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(0)
-        os.close(writing)
-        return reading
+            self._notes.append(in_forked_child(lambda: Described(self._taken(step))))
 
 
 _WEIGHTS = {

@@ -30,22 +30,21 @@ def run(
     selected: Iterable[Case], socket_directory: Path | None, passes: tuple[str, ...]
 ) -> Results:
     """Observations of these cases, without the shim where ``socket_directory`` is None."""
-    batches: dict[tuple[str, bool, bool, str], list[str]] = {}
+    batches: dict[tuple[str, bool], list[Case]] = {}
     for case in selected:
-        key = case.batch, case.early, case.is_prepared, case.min_bytes
-        batches.setdefault(key, []).append(case.name)
+        batches.setdefault((case.batch, case.early), []).append(case)
     results: Results = {}
     with tempfile.TemporaryDirectory(prefix="transparency-") as directory:
-        for (_, early, is_prepared, min_bytes), names in batches.items():
+        for (_, early), cases in batches.items():
             request = {
-                "cases": names,
+                "cases": [case.name for case in cases],
                 "early": early,
                 "passes": passes,
                 "shim": socket_directory is not None,
                 "directory": f"{directory}/work",
-                "is_prepared": is_prepared,
+                "is_prepared": cases[0].is_prepared,  # one batch, one answer
             }
-            environment = shim.environment(socket_directory, min_bytes=min_bytes)
+            environment = shim.environment(socket_directory, min_bytes=cases[0].min_bytes)
             results |= _run_batch(request, Path(directory), environment)
     return results
 

@@ -106,16 +106,13 @@ def disable() -> None:
     """Put the originals back. A replacement that another tool has wrapped stays, inactive."""
     global _is_enabled
     ensure_imported("trims_shim.patches.points")
-    from trims_shim.patches.points import undo
-
     with no_fork(), _lock:
         _is_enabled = False
         keeps_guards = _is_any_shared()
         for patch_file, _, _, is_guard in PATCH_FILES:
             if keeps_guards and is_guard:
                 continue
-            for patch in reversed(_applied.pop(patch_file, [])):
-                undo(patch)
+            _undo(patch_file)
         _requested.intersection_update(_applied)
 
 
@@ -139,7 +136,7 @@ def requested() -> frozenset[str]:
 def _apply(patch_file: str) -> None:
     # A child forked in the middle would inherit a half-applied patch, and our lock held.
     with no_fork(), _lock:
-        from trims_shim.patches.points import apply, undo
+        from trims_shim.patches.points import apply
 
         if patch_file not in _requested or patch_file in _applied:
             return
@@ -149,10 +146,16 @@ def _apply(patch_file: str) -> None:
             for point in points:
                 done.append(apply(point))
         except BaseException:  # of a signal handler: the next call starts anew
-            for patch in reversed(_applied.pop(patch_file)):
-                undo(patch)
+            _undo(patch_file)
             raise
         _preload()
+
+
+def _undo(patch_file: str) -> None:
+    from trims_shim.patches.points import undo
+
+    for patch in reversed(_applied.pop(patch_file, [])):
+        undo(patch)
 
 
 def _preload() -> None:
