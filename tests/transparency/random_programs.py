@@ -622,7 +622,8 @@ class Program:
         step = self._any_step()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a fork beside threads, from Python 3.12 on
-            self._notes.append(in_forked_child(lambda: Described(self._taken(step))))
+            answer = in_forked_child(lambda: Described(self._taken(step)))
+        self._notes.append(Described(answer))
 
 
 _WEIGHTS = {
