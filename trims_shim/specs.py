@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import os
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = [
     "HOST_TIER",
@@ -38,8 +38,7 @@ PREPARED_WEIGHTS = "weights.bin"
 directory, and onnxruntime finds the second file beside the first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(NamedTuple):
     """A file's ``fstat`` fields: enough to look up an image, never proof of content."""
 
     device: int
@@ -60,8 +59,7 @@ class Identity:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """A half-open byte range ``[offset_bytes, offset_bytes + size_bytes)`` of an image."""
 
     offset_bytes: int
@@ -73,8 +71,7 @@ class Span:
         return self.offset_bytes + self.size_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """A named tensor inside an image.
 
     ``dtype`` is the format's own name (``F32`` in safetensors), or empty if the file gives none, as

@@ -517,7 +517,7 @@ class _Line:
     ) -> messages.OpenPreparedReply:
         if descriptor is not None:
             self._offer(messages.FileOffer(self._ticket + 1), descriptor)
-            request = dataclasses.replace(request, ticket=self._ticket)
+            request = request._replace(ticket=self._ticket)
         reply = self.request(request)
         if not isinstance(reply, messages.OpenPreparedReply):
             raise WireError(f"{type(reply).__name__} answers OpenPreparedRequest")

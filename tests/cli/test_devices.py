@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import json
 import re
@@ -69,7 +68,7 @@ def device(of: str, **changes: Any) -> DeviceStatus:
         reserved_bytes=GIB,
         lingering_bytes=2 * GIB,
     )
-    return dataclasses.replace(plain, **changes)
+    return plain._replace(**changes)
 
 
 PLAIN = GetStatusReply(
@@ -83,9 +82,9 @@ PLAIN = GetStatusReply(
     memory=MemoryStatus("tmpfs-huge", "", 10 * GIB, 3 * GIB, 0, -1),
     images=(image("a", "host"),),
     clients=(),
+    counters={},
 )
-WITH_DEVICES = dataclasses.replace(
-    PLAIN,
+WITH_DEVICES = PLAIN._replace(
     images=(image("a", FIRST, leases=2), image("a", "host"), image("b", FIRST, leases=1)),
     counters={
         "client.not_on_device:no_space": 3,
@@ -169,7 +168,7 @@ def test_status_without_devices(
 def test_json_has_devices_and_tiers(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--json"]) == Exit.OK
     found = json.loads(capsys.readouterr().out)
-    assert found["devices"] == [dataclasses.asdict(each) for each in WITH_DEVICES.devices]
+    assert found["devices"] == [each._asdict() for each in WITH_DEVICES.devices]
     assert [each["tier"] for each in found["images"]] == [FIRST, "host", FIRST]
     reported = found["clients_reported"]
     assert reported["not_on_device"] == {"no_space": 3, "capturing": 1}
@@ -192,7 +191,7 @@ def test_ls(capsys: pytest.CaptureFixture[str]) -> None:
 def test_ls_of_nothing_has_titles(
     daemon: Callable[[GetStatusReply], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    daemon(dataclasses.replace(PLAIN, images=()))
+    daemon(PLAIN._replace(images=()))
     assert main(["ls"]) == Exit.OK
     assert capsys.readouterr().out == "DIGEST  SIZE  TIER  LEASES  HITS  USED  NAMES\n"
 

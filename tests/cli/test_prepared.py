@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 from collections.abc import Callable
@@ -160,7 +159,7 @@ def test_lines() -> None:
     assert all(len(line) <= 80 for line in long)
     assert all(line.startswith(" " * 10) for line in long[1:])
     nothing_told = admin.GetStatusReply(
-        "1.0", 3, 1, 0, 0, 0.0, "", admin.MemoryStatus("memfd", "", 1, 0, 0, 0), (), ()
+        "1.0", 3, 1, 0, 0, 0.0, "", admin.MemoryStatus("memfd", "", 1, 0, 0, 0), (), (), {}
     )
     assert prepared_lines(nothing_told) == []
 
@@ -189,7 +188,7 @@ def test_table() -> None:
 @pytest.mark.parametrize(("images", "rows"), [(50, 1), (2, 50), (50, 50)])
 def test_top_fits_the_screen_and_says_what_it_leaves_out(images: int, rows: int) -> None:
     image = admin.ImageStatus("b" * 64, 1 << 20, 1 << 20, 0, False, 0, 0, 0, 1, ("/m.pt",))
-    reply = dataclasses.replace(_reply(*[_row("ready")] * rows), images=(image,) * images)
+    reply = _reply(*[_row("ready")] * rows)._replace(images=(image,) * images)
     drawn = io.StringIO()
     rich.console.Console(width=80, file=drawn).print(top._draw(reply, None, 30))
     lines = drawn.getvalue().splitlines()

@@ -6,7 +6,6 @@ included.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import queue
@@ -250,7 +249,7 @@ class TestLife:
 
     def test_another_recipe_is_another_model(self, world: World, model: Path) -> None:
         world.make(model)
-        other = dataclasses.replace(RECIPE, level="ORT_ENABLE_BASIC")
+        other = RECIPE._replace(level="ORT_ENABLE_BASIC")
         world.make(model, recipe=other)
         assert world.hit(model, recipe=other).key != world.hit(model).key
 
@@ -318,7 +317,7 @@ class TestLife:
         world = make_world()
         world.preparer.gate.clear()
         for level in ("a", "b", "c"):
-            recipe = dataclasses.replace(RECIPE, level=level)
+            recipe = RECIPE._replace(level=level)
             assert world.outcome(model, recipe=recipe) == "preparing"
         world.prepared.close()
         assert len(world.preparer.orders) <= 1

@@ -559,7 +559,7 @@ class TestManifest:
                 parse(Manifest, json.dumps(body).encode())
 
     def test_a_source_replaces_the_file_it_was(self) -> None:
-        newer = dataclasses.replace(KNOWN, identity=dataclasses.replace(identity(), mtime_ns=9))
+        newer = dataclasses.replace(KNOWN, identity=identity()._replace(mtime_ns=9))
         assert with_source(manifest(), newer).sources == (newer,)
 
     def test_sources_are_bounded(self) -> None:

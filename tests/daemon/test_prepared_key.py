@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
@@ -31,9 +30,9 @@ def key(content: Content = CONTENT, recipe: SessionRecipe = RECIPE, cpu: str = "
     return entry_key(content, recipe, cpu=cpu)
 
 
-@pytest.mark.parametrize("field", [each.name for each in dataclasses.fields(SessionRecipe)])
+@pytest.mark.parametrize("field", SessionRecipe._fields)
 def test_every_field_of_the_recipe_counts(field: str) -> None:
-    assert key(recipe=dataclasses.replace(RECIPE, **{field: OTHERS[field]})) != key()
+    assert key(recipe=RECIPE._replace(**{field: OTHERS[field]})) != key()
 
 
 def test_the_model_and_its_external_files_count() -> None:
@@ -66,4 +65,4 @@ def test_the_processor_and_the_layout_count(monkeypatch: pytest.MonkeyPatch) -> 
 def test_it_does_not_change_by_accident() -> None:
     """Entries on users' disks are found by it; raise LAYOUT_VERSION when this changes."""
     assert len(key()) == 64
-    assert key() == key(Content("a" * 64, CONTENT.externals), dataclasses.replace(RECIPE))
+    assert key() == key(Content("a" * 64, CONTENT.externals), RECIPE._replace())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
@@ -431,7 +430,7 @@ class TestKnowledge:
     def test_every_part_of_an_identity_counts(self, part: str) -> None:
         store = new_store()
         store.learn(self.KNOWN)
-        assert store.recall(dataclasses.replace(identity(), **{part: 99}), "") is None
+        assert store.recall(identity()._replace(**{part: 99}), "") is None
 
     def test_it_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prepared_store, "_KNOWN_LIMIT", 3)

@@ -115,7 +115,10 @@ def yes(hashed: SourceHashed) -> bool:
 
 class TestConversation:
     def test_a_model(self, fakes: Fakes, no_leak: None) -> None:
-        code = "say(hashed); assert hear(); write(); say(duties.PrepareReply(probe='p'))"
+        code = (
+            "say(hashed); assert hear() == duties.ContentWanted()\n"
+            "write(); say(duties.PrepareReply(probe='p'))"
+        )
         assert fakes.run(code) == PrepareReply(probe="p")
         assert fakes.hashed == [SourceHashed(DIGEST)]
 

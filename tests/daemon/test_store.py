@@ -112,7 +112,7 @@ class TestIdentity:
     def test_every_part_of_an_identity_counts(self, part: str) -> None:
         store = new_store(1000)
         load(store, opening(), loaded())
-        changed = dataclasses.replace(identity(), **{part: 99})
+        changed = identity()._replace(**{part: 99})
         action = started(store.open(dataclasses.replace(opening(2), identity=changed), 2))
         assert not action.is_likely_known
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 import typing
 from typing import Any
@@ -14,7 +13,7 @@ KINDS = sorted(
         value
         for module in (messages, admin, duties)
         for value in vars(module).values()
-        if dataclasses.is_dataclass(value)
+        if hasattr(value, "_fields")
     },
     key=lambda kind: kind.__name__,
 )
@@ -22,11 +21,8 @@ KINDS = sorted(
 
 def sample(kind: type) -> Any:
     """An instance with values that differ from field to field and need every part of the codec."""
-    hints = typing.get_type_hints(kind)
-    fields = dataclasses.fields(kind)
-    return kind(
-        **{each.name: _value(hints[each.name], number) for number, each in enumerate(fields, 1)}
-    )
+    hints = enumerate(typing.get_type_hints(kind).items(), 1)
+    return kind(**{name: _value(hint, number) for number, (name, hint) in hints})
 
 
 def is_optional(hint: Any) -> bool:
@@ -37,8 +33,8 @@ def is_optional(hint: Any) -> bool:
 def _value(hint: Any, number: int) -> Any:
     if is_optional(hint):
         return _value(typing.get_args(hint)[0], number)
-    if dataclasses.is_dataclass(hint):
-        return sample(typing.cast(type, hint))
+    if hasattr(hint, "_fields"):
+        return sample(hint)
     if typing.get_origin(hint) is tuple:
         item = typing.get_args(hint)[0]
         return (_value(item, number), _value(item, number + 100))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import typing
 from typing import Any
 
@@ -37,12 +36,13 @@ def as_map(message: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 class TestEveryMessage:
-    def test_round_trip(self, kind: type) -> None:
+    def test_round_trip(self, kind: Any) -> None:
         message = sample(kind)
-        assert codec.decode(codec.encode(message)) == message
+        found = codec.decode(codec.encode(message))
+        assert (type(found), found) == (kind, message)
 
-    def test_round_trip_in_an_envelope(self, kind: type) -> None:
-        names = {each.name for each in dataclasses.fields(kind)}
+    def test_round_trip_in_an_envelope(self, kind: Any) -> None:
+        names = set(typing.get_type_hints(kind))
         if kind is messages.Welcome:  # travels by handover only
             assert "token" in names
             return
@@ -50,32 +50,27 @@ class TestEveryMessage:
         envelope = Envelope(7, b"t" * 16, sample(kind))
         assert codec.decode_envelope(codec.encode_envelope(envelope)) == envelope
 
-    def test_a_field_of_a_newer_peer_is_ignored(self, kind: type) -> None:
+    def test_a_field_of_a_newer_peer_is_ignored(self, kind: Any) -> None:
         body = {**as_map(sample(kind)), "from_the_future": {"a": [1, None]}}
         assert codec.decode(msgpack.packb(body)) == sample(kind)
 
-    def test_a_missing_field_is_refused_unless_it_has_a_default(self, kind: type) -> None:
-        for each in dataclasses.fields(kind):
+    def test_a_missing_field_is_refused_unless_it_has_a_default(self, kind: Any) -> None:
+        for name in kind._fields:
             body = as_map(sample(kind))
-            del body[each.name]
+            del body[name]
             data = msgpack.packb(body)
-            has_default = (
-                each.default is not dataclasses.MISSING
-                or each.default_factory is not dataclasses.MISSING
-            )
-            if has_default:
+            if name in kind._field_defaults:
                 assert isinstance(codec.decode(data), kind)
             else:
                 with pytest.raises(MalformedMessage):
                     codec.decode(data)
 
-    def test_a_field_of_another_type_is_refused(self, kind: type) -> None:
-        hints = typing.get_type_hints(kind)
-        for each in dataclasses.fields(kind):
+    def test_a_field_of_another_type_is_refused(self, kind: Any) -> None:
+        for name, hint in typing.get_type_hints(kind).items():
             for wrong in (None, [[1]], {"a": None}, {1: 2}):
-                if wrong is None and is_optional(hints[each.name]):
+                if wrong is None and is_optional(hint):
                     continue
-                body = {**as_map(sample(kind)), each.name: wrong}
+                body = {**as_map(sample(kind)), name: wrong}
                 with pytest.raises(MalformedMessage):
                     codec.decode(msgpack.packb(body))
 
@@ -92,7 +87,7 @@ def test_an_image_on_the_host_comes_without_a_device_grant() -> None:
     for nothing in ({"device": None}, {}):
         reply = {name: value for name, value in body.items() if name != "device"} | nothing
         assert codec.decode(msgpack.packb(reply)).device is None
-    plain = dataclasses.replace(sample(messages.OpenImageReply), device=None)
+    plain = sample(messages.OpenImageReply)._replace(device=None)
     assert codec.decode(codec.encode(plain)) == plain
 
 
@@ -254,10 +249,9 @@ def test_damaged_messages(kind: type, data: st.DataObject) -> None:
 
 
 @given(st.sampled_from(KINDS), st.dictionaries(st.text(max_size=6), VALUES, max_size=4), st.data())
-def test_maps_with_arbitrary_values(kind: type, extra: dict[str, Any], data: st.DataObject) -> None:
-    names = [each.name for each in dataclasses.fields(kind)]
+def test_maps_with_arbitrary_values(kind: Any, extra: dict[str, Any], data: st.DataObject) -> None:
     body = {**as_map(sample(kind)), **extra}
-    for name in names:
+    for name in kind._fields:
         if data.draw(st.booleans()):
             body[name] = data.draw(VALUES)
     body["verb"] = kind.__name__

@@ -36,7 +36,7 @@ from trims_shim.formats.onnx import read_model
 from trims_shim.handles import DeviceHandle, Handle
 from trims_shim.remote.listing import is_url
 from trims_shim.specs import HOST_TIER
-from trims_shim.wire import admin
+from trims_shim.wire import admin, codec
 
 __all__ = ["evict", "pin", "unpin", "verify", "warm"]
 
@@ -244,7 +244,7 @@ def evict(arguments: argparse.Namespace) -> Exit:
     images, prepared = _evict(name, tier)
     if arguments.json:
         keys = {"prepared": prepared.keys, "prepared_freed_bytes": prepared.freed_bytes}
-        print_json(dataclasses.asdict(images) | keys)
+        print_json(codec.plain(images) | keys)
     else:
         text = f"evicted {counted(len(images.digests), 'image')}, {size(images.freed_bytes)}"
         if prepared.keys or not images.digests:
@@ -296,7 +296,7 @@ def verify(arguments: argparse.Namespace) -> Exit:
                 raise  # Under --all, it was evicted meanwhile, which is no error.
     damaged = [reply for reply in checked if reply.computed != reply.digest]
     if arguments.json:
-        print_json([dataclasses.asdict(r) | {"is_sound": r not in damaged} for r in checked])
+        print_json([codec.plain(r) | {"is_sound": r not in damaged} for r in checked])
     else:
         for reply in checked:
             for check in reply.tiers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import textwrap
 from typing import Any
@@ -23,6 +22,7 @@ from trims_shim.cli.text import (
 )
 from trims_shim.client.cache import cache
 from trims_shim.errors import DaemonUnavailable
+from trims_shim.wire import codec
 from trims_shim.wire.admin import (
     ClientStatus,
     GetStatusReply,
@@ -79,7 +79,7 @@ def list_images(arguments: argparse.Namespace) -> Exit:
     """The table of images, if only its titles, or JSON."""
     reply = ask()
     if arguments.json:
-        print_json([dataclasses.asdict(image) for image in reply.images])
+        print_json([codec.plain(image) for image in reply.images])
     else:
         print(_images(reply.images, reply.now_ns))
     return Exit.OK
@@ -87,8 +87,8 @@ def list_images(arguments: argparse.Namespace) -> Exit:
 
 def describe(reply: GetStatusReply) -> dict[str, Any]:
     """The reply as JSON-able data, with what this process knows in addition."""
-    described = dataclasses.asdict(reply) | loads(reply.counters)
-    described["clients"] = [dataclasses.asdict(client) for client in _others(reply)]
+    described: dict[str, Any] = codec.plain(reply) | loads(reply.counters)
+    described["clients"] = [codec.plain(client) for client in _others(reply)]
     return described | {
         "running": True,
         "socket_dir": cache().endpoint.directory,

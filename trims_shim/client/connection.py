@@ -22,8 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trims_shim._version import __version__
 from trims_shim.client.descriptors import OwnDescriptor
@@ -59,8 +58,7 @@ class DaemonDied(DaemonUnavailable):
     reason = "daemon_died"
 
 
-@dataclass(frozen=True, slots=True)
-class Granted:
+class Granted(NamedTuple):
     """An opened image. The receiver owns the descriptors.
 
     ``descriptor`` is the segment; on a device tier, the outline. ``allocations`` are device memory,
@@ -72,14 +70,13 @@ class Granted:
     allocations: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
+class _Parts(NamedTuple):
     """The descriptors by part, leases and answers that have arrived for the current request."""
 
     ticket: int
-    descriptors: dict[int, int] = field(default_factory=dict)
-    leases: set[int] = field(default_factory=set)
-    answers: list[messages.OfferReply] = field(default_factory=list)
+    descriptors: dict[int, int]
+    leases: set[int]
+    answers: list[messages.OfferReply]
 
 
 class Connection:
@@ -153,7 +150,7 @@ class Connection:
     def _open(self, descriptor: int, name: str, tier: str, lead_bytes: int = 0) -> Granted | None:
         self._flush_releases()
         self._ticket += 1
-        parts = self._parts = _Parts(self._ticket)
+        parts = self._parts = _Parts(self._ticket, {}, set(), [])
         shown = handover.clipped(name, limit_bytes=messages.NAME_LIMIT_BYTES)
         try:
             offer = messages.FileOffer(parts.ticket, tier, shown, lead_bytes)
@@ -204,7 +201,7 @@ class Connection:
         if descriptor is not None:
             self._ticket += 1
             self._send_handover(messages.FileOffer(self._ticket), descriptor)
-            request = replace(request, ticket=self._ticket)
+            request = request._replace(ticket=self._ticket)
         if len(codec.encode(request)) > messages.HANDOVER_PACKET_LIMIT_BYTES:
             reply = self.request(request)
         else:

@@ -11,8 +11,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from trims_shim import diagnostics
 from trims_shim._version import __version__
@@ -61,8 +60,7 @@ class Line(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Pause:
+class _Pause(NamedTuple):
     """Until then no daemon is asked: one that does not start, hangs or dies costs seconds a try."""
 
     until_s: float

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trims_shim.errors import NotServed, WireError
 from trims_shim.specs import Identity
@@ -23,8 +23,7 @@ _RENAMED = {"file_changed": "model_changed"}
 load takes the file as it is, and the next one asks again."""
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedModel:
+class PreparedModel(NamedTuple):
     """A prepared model under a lease; ``path`` is its graph, the weights are beside it.
 
     ``release`` gives up the lease; it never blocks or raises and is safe in a finalizer.

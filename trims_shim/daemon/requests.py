@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -155,7 +154,7 @@ def _prepared_status(daemon: Daemon) -> list[admin.PreparedStatus]:
     left = _PREPARED_NAMES_LIMIT_BYTES
     for row in daemon.prepared.rows()[:_PREPARED_IN_STATUS]:
         names, left = _fitting(row.names, left)
-        found.append(dataclasses.replace(row, names=names))
+        found.append(row._replace(names=names))
     return found
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import reprlib
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from trims_shim.errors import UnsupportedFormat
@@ -61,8 +60,7 @@ class ParameterSpec(NamedTuple):
     requires_grad: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ElementType:
+class ElementType(NamedTuple):
     """A dtype: its name, the bytes of one element, and whether autograd takes it."""
 
     dtype: str

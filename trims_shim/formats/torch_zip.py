@@ -22,8 +22,7 @@ import functools
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from trims_shim.errors import CorruptFile, TruncatedFile, UnsupportedFormat
 from trims_shim.specs import Span
@@ -62,8 +61,7 @@ _NOTES = frozenset({b".storage_alignment", b"byteorder", b"version"})
 """Records that say how to read the others. miniz finds them in letters of any case."""
 
 
-@dataclass(frozen=True, slots=True)
-class TorchArchive:
+class TorchArchive(NamedTuple):
     """The records of one archive.
 
     ``records`` is keyed as ``PyTorchFileReader`` names them, without the folder that all are in,

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trims_shim.memory.limits import available_bytes
 from trims_shim.memory.mapping import PAGE_BYTES, round_up
@@ -43,8 +43,7 @@ _libc.madvise.restype = ctypes.c_int
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-@dataclass(frozen=True, slots=True)
-class RetiredBlock:
+class RetiredBlock(NamedTuple):
     """Memory no longer in use; it is freed with the last reference to ``owner``."""
 
     owner: object
@@ -52,8 +51,7 @@ class RetiredBlock:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
+class _Batch(NamedTuple):
     """Blocks retired together, and the time from which they may be discarded."""
 
     blocks: list[RetiredBlock]

@@ -11,8 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from trims_shim.client.threads import can_start
 from trims_shim.config import Config
@@ -46,8 +45,7 @@ _LOCATION = re.compile(rb"\x0a\x08location\x12([\x01-\x7f])")
 """StringStringEntryProto {key: "location", value: of up to 127 bytes} in a serialised model."""
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
+class Model(NamedTuple):
     """``path`` as the user gave it, or ``data``; the other one is None. ``name`` is for people."""
 
     path: str | None

@@ -8,8 +8,6 @@ are depends on the version of onnxruntime.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from trims_shim.patches import onnxruntime_records as records
 from trims_shim.patches.points import PatchPoint
 
@@ -41,8 +39,7 @@ _RECORDED: tuple[PatchPoint, ...] = (
 def _others() -> tuple[PatchPoint, ...]:
     recorded = {point.target.rpartition(".")[2] for point in _RECORDED}
     return tuple(
-        replace(
-            _RECORDED[0],
+        _RECORDED[0]._replace(
             target=f"onnxruntime.capi._pybind_state:SessionOptions.{name}",
             wrap=records.recording_other,
         )

@@ -14,8 +14,7 @@ import functools
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnxruntime.capi.onnxruntime_pybind11_state as binding
 
@@ -135,8 +134,7 @@ def open_prepared(
 # --- arguments ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(NamedTuple):
     """What a session was asked to be.
 
     ``options`` is the user's object, None for the defaults; ``record`` what is known of it.

@@ -27,8 +27,7 @@ import logging
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnxruntime.capi.onnxruntime_inference_collection as collection
 import onnxruntime.capi.onnxruntime_pybind11_state as binding
@@ -66,8 +65,7 @@ _ATTRIBUTES = ("_model_path", "_model_bytes", "_sess_options", "_read_config_fro
 """Attributes of a session that the original reads or sets, and that this file depends on."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
+class _Plan(NamedTuple):
     """A session that could be made from a prepared model."""
 
     model: models.Model

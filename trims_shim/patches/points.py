@@ -40,8 +40,7 @@ class PatchState(enum.Enum):
     UNDONE = "undone"
 
 
-@dataclass(frozen=True, slots=True)
-class PatchPoint:
+class PatchPoint(NamedTuple):
     """One place in one library.
 
     ``target`` is ``"package.module:Class.attribute"``. ``supported``: versions of the library it

@@ -24,13 +24,13 @@ import contextvars
 import inspect
 import os
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from trims_shim import diagnostics, patches
 from trims_shim.errors import FormatError, UnsupportedFormat
+from trims_shim.formats.torch_zip import TorchArchive
 from trims_shim.patches import torch_device
 from trims_shim.patches.asking import opened
 from trims_shim.patches.points import PatchPoint
@@ -135,7 +135,7 @@ class _DeviceFile:
     def __init__(self, file: Any, arena: DeviceArena, place: Place) -> None:
         """Raises FormatError where this package reads the header differently."""
         records = arena.layout.contents
-        if not isinstance(records, tuple):
+        if isinstance(records, TorchArchive):
             raise UnsupportedFormat("the image is no safetensors file")
         self._file = file
         self._place = place
@@ -204,8 +204,7 @@ class _DeferredFile(_DeviceFile):
         return DeferredSlice(self._file.get_slice(name), self._source(name))
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
+class _Source(NamedTuple):
     """A record and the image that holds it."""
 
     record: Record

@@ -39,8 +39,7 @@ import weakref
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules import module as torch_module
@@ -275,19 +274,18 @@ def _to_be_copied(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[to
                 yield dst
 
 
-@dataclass(slots=True)
-class _Target:
+class _Target(NamedTuple):
     """A fresh arena of one image, and the ranges of it that have been given away."""
 
     storage: torch.UntypedStorage
-    starts: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
+    starts: list[int]
+    ends: list[int]
 
     @classmethod
     def of(cls, image: arenas.Image) -> _Target:
         arena = image.map()
         _own_arenas[arena.address] = arena.buffer
-        return cls(storage_of(arena))
+        return cls(storage_of(arena), [], [])
 
     def take(self, start: int, end: int) -> bool:
         """Reserve ``[start, end)``; return False when any of it is taken."""

@@ -6,7 +6,7 @@ that only load models need not import them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 __all__ = [
     "ClientStatus",
@@ -35,23 +35,20 @@ __all__ = [
 # --- images ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PinImageRequest:
+class PinImageRequest(NamedTuple):
     """Keep an image resident (``is_pinned``), or let it be evicted again."""
 
     image: str
     is_pinned: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PinImageReply:
+class PinImageReply(NamedTuple):
     """Response for PinImageRequest."""
 
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class EvictImageRequest:
+class EvictImageRequest(NamedTuple):
     """Drop an unleased image, or every unleased and unpinned one when ``image`` is empty.
 
     ``tier`` limits it to one tier; empty means all.
@@ -61,24 +58,21 @@ class EvictImageRequest:
     tier: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class EvictImageReply:
+class EvictImageReply(NamedTuple):
     """Response for EvictImageRequest."""
 
     digests: tuple[str, ...]
     freed_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyImageRequest:
+class VerifyImageRequest(NamedTuple):
     """Hash a resident image again, at every tier or only at ``tier``."""
 
     image: str
     tier: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TierCheck:
+class TierCheck(NamedTuple):
     """One tier's part of VerifyImageReply; ``error`` says why nothing could be ``computed``."""
 
     tier: str
@@ -86,8 +80,7 @@ class TierCheck:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyImageReply:
+class VerifyImageReply(NamedTuple):
     """Response for VerifyImageRequest.
 
     ``computed`` equals ``digest`` unless memory was damaged, or could not be read (then empty);
@@ -102,8 +95,7 @@ class VerifyImageReply:
 # --- prepared ONNX models -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class EvictPreparedRequest:
+class EvictPreparedRequest(NamedTuple):
     """Forget a prepared model by key or name, or every unleased one when ``model`` is empty.
 
     Refusals are forgotten as well, and such models are tried again on the next load.
@@ -112,16 +104,14 @@ class EvictPreparedRequest:
     model: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class EvictPreparedReply:
+class EvictPreparedReply(NamedTuple):
     """Response for EvictPreparedRequest."""
 
     keys: tuple[str, ...]
     freed_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedStatus:
+class PreparedStatus(NamedTuple):
     """One prepared model in GetStatusReply.
 
     ``state`` is ``ready``, ``preparing`` or ``refused`` (with ``reason``).
@@ -139,8 +129,7 @@ class PreparedStatus:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedStorage:
+class PreparedStorage(NamedTuple):
     """The directory and accounting of prepared models; part of GetStatusReply.
 
     ``problem`` says why there can be none; empty if there can.
@@ -155,13 +144,11 @@ class PreparedStorage:
 # --- the daemon -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class GetStatusRequest:
+class GetStatusRequest(NamedTuple):
     """Ask for everything that ``trims status`` shows."""
 
 
-@dataclass(frozen=True, slots=True)
-class ImageStatus:
+class ImageStatus(NamedTuple):
     """One image in GetStatusReply. ``names`` are paths, shown to their own users only."""
 
     digest: str
@@ -177,8 +164,7 @@ class ImageStatus:
     tier: str = "host"
 
 
-@dataclass(frozen=True, slots=True)
-class ClientStatus:
+class ClientStatus(NamedTuple):
     """One connection in GetStatusReply."""
 
     pid: int
@@ -189,8 +175,7 @@ class ClientStatus:
     connected_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryStatus:
+class MemoryStatus(NamedTuple):
     """The host tier's accounting. ``lingering_bytes``: evicted but still mapped; -1 if unknown."""
 
     kind: str
@@ -201,8 +186,7 @@ class MemoryStatus:
     lingering_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceStatus:
+class DeviceStatus(NamedTuple):
     """A device tier's accounting. ``free_bytes``: of the device, by NVML; -1 if unknown.
 
     ``lingering_bytes``: evicted but still mapped, as far as is known; -1 if unknown.
@@ -220,8 +204,7 @@ class DeviceStatus:
     lingering_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class GetStatusReply:
+class GetStatusReply(NamedTuple):
     """Response for GetStatusRequest."""
 
     package: str
@@ -234,27 +217,24 @@ class GetStatusReply:
     memory: MemoryStatus
     images: tuple[ImageStatus, ...]
     clients: tuple[ClientStatus, ...]
-    counters: dict[str, int] = field(default_factory=dict)
+    counters: dict[str, int]
     devices: tuple[DeviceStatus, ...] = ()
     prepared: tuple[PreparedStatus, ...] = ()
     storage: PreparedStorage | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StopDaemonRequest:
+class StopDaemonRequest(NamedTuple):
     """Finish requests in flight and exit."""
 
 
-@dataclass(frozen=True, slots=True)
-class StopDaemonReply:
+class StopDaemonReply(NamedTuple):
     """Response for StopDaemonRequest; the process is gone when the handover socket closes."""
 
 
 # --- events ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ImageEvent:
+class ImageEvent(NamedTuple):
     """Published on the event socket: ``loaded``, ``evicted``, ``pinned`` or ``unpinned``."""
 
     event: str

@@ -1,7 +1,7 @@
 """Messages to bytes and back: msgpack maps, every field checked on the way in.
 
 Pure. A message travels as ``{"verb": <class name>, **fields}``; control messages carry ``id`` and
-``token`` beside it (:class:`Envelope`). Decoding never builds anything but the dataclasses of
+``token`` beside it (:class:`Envelope`). Decoding never builds anything but the named tuples of
 :mod:`trims_shim.wire.messages`, :mod:`~trims_shim.wire.admin` and :mod:`~trims_shim.wire.duties`,
 and its cost is bounded by the length limit. Programs that load models never need the last two; the
 first verb that is not in ``messages`` imports them.
@@ -29,6 +29,7 @@ __all__ = [
     "decode_envelope",
     "encode",
     "encode_envelope",
+    "plain",
     "prepare",
 ]
 
@@ -38,8 +39,7 @@ _PLAIN_TYPES = (int, float, bool, str, bytes)
 _Kind = typing.TypeVar("_Kind")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Envelope:
+class Envelope(typing.NamedTuple):
     """A control message with its routing: the sender's request number and session token."""
 
     request_id: int
@@ -79,8 +79,19 @@ def decode_envelope(
     return Envelope(request_id, token, _from_map(body))
 
 
+def plain(value: Any) -> Any:
+    """Named tuples and dataclasses as maps of their fields, tuples as lists; all else as it is."""
+    if type(value) in _PLAIN_TYPES:
+        return value
+    if _has_fields(type(value)):
+        return {name: plain(getattr(value, name)) for name, _ in _fields(type(value))}
+    if isinstance(value, tuple):
+        return [plain(item) for item in value]
+    return value
+
+
 def checked(kind: type[_Kind], value: Any) -> _Kind:
-    """Make a dataclass from a map of its fields, as read elsewhere. Raises MalformedMessage."""
+    """Make a named tuple or dataclass from :func:`plain` data. Raises MalformedMessage."""
     built: _Kind = _checked(kind, value, kind.__name__)
     return built
 
@@ -113,18 +124,8 @@ def _unpack(data: bytes | memoryview, limit_bytes: int) -> dict[str, Any]:
 def _to_map(message: Any) -> dict[str, Any]:
     body: dict[str, Any] = {"verb": type(message).__name__}
     for name, _ in _fields(type(message)):
-        body[name] = _plain(getattr(message, name))
+        body[name] = plain(getattr(message, name))
     return body
-
-
-def _plain(value: Any) -> Any:
-    if type(value) in _PLAIN_TYPES:
-        return value
-    if dataclasses.is_dataclass(value):
-        return {name: _plain(getattr(value, name)) for name, _ in _fields(type(value))}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value
 
 
 def _from_map(body: dict[str, Any]) -> Any:
@@ -141,7 +142,7 @@ def _kind(verb: str) -> Any:
 
 @functools.cache
 def _kinds(module: types.ModuleType) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if dataclasses.is_dataclass(value)}
+    return {name: value for name, value in vars(module).items() if _has_fields(value)}
 
 
 @functools.cache
@@ -172,7 +173,7 @@ def _checked(hint: Any, value: Any, where: str) -> Any:
     origin = typing.get_origin(hint)
     if origin is types.UnionType:  # of a type and None
         return None if value is None else _checked(typing.get_args(hint)[0], value, where)
-    if dataclasses.is_dataclass(hint) and type(value) is dict:
+    if _has_fields(hint) and type(value) is dict:
         return _build(hint, value)
     if origin is tuple and type(value) is list:
         items = typing.get_args(hint)
@@ -189,10 +190,21 @@ def _checked(hint: Any, value: Any, where: str) -> Any:
     raise MalformedMessage(f"{where}: {type(value).__name__} where {hint} is expected")
 
 
+def _has_fields(kind: Any) -> bool:
+    return hasattr(kind, "_fields") or dataclasses.is_dataclass(kind)
+
+
+def _names(kind: Any) -> tuple[str, ...]:
+    if dataclasses.is_dataclass(kind):
+        return tuple(each.name for each in dataclasses.fields(kind))
+    names: tuple[str, ...] = kind._fields
+    return names
+
+
 def _fields(kind: Any) -> tuple[tuple[str, Any], ...]:
     found = _FIELDS.get(kind)
     if found is None:
         hints = typing.get_type_hints(kind)
-        found = tuple((each.name, hints[each.name]) for each in dataclasses.fields(kind))
+        found = tuple((name, hints[name]) for name in _names(kind))
         _FIELDS[kind] = found
     return found

@@ -6,7 +6,7 @@ packets, the preparer's are framed by :mod:`trims_shim.wire.frames`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trims_shim.specs import Identity
 from trims_shim.wire.messages import SessionRecipe
@@ -33,8 +33,7 @@ __all__ = [
 # --- the uploader, which fills device memory ------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PlanUploadRequest:
+class PlanUploadRequest(NamedTuple):
     """Carries the source, a file or host segment of ``size_bytes``; answered by PlanUploadReply.
 
     ``limit_bytes``: the device memory that may be used. ``is_hashed``: compute the digest.
@@ -47,8 +46,7 @@ class PlanUploadRequest:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class PlanUploadReply:
+class PlanUploadReply(NamedTuple):
     """Carries no descriptor. ``device_bytes`` is the records' size, ``layout`` its fingerprint."""
 
     job: int
@@ -56,8 +54,7 @@ class PlanUploadReply:
     layout: str
 
 
-@dataclass(frozen=True, slots=True)
-class UploadRequest:
+class UploadRequest(NamedTuple):
     """Continue a planned job: parts follow as :class:`UploadPart`, the outline first.
 
     Without ``allocations`` only the outline follows: the uploader allocates (backend ``ipc``).
@@ -67,24 +64,21 @@ class UploadRequest:
     allocations: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class UploadPart:
+class UploadPart(NamedTuple):
     """Carries a descriptor; in an upload part 0 is the empty outline, the others allocations."""
 
     job: int
     part: int
 
 
-@dataclass(frozen=True, slots=True)
-class UploadProgress:
+class UploadProgress(NamedTuple):
     """The bytes of the source that were read so far."""
 
     job: int
     done_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class UploadReply:
+class UploadReply(NamedTuple):
     """The records are in device memory and the rest in the outline; all mappings are gone.
 
     ``digest`` is empty unless requested. ``allocations`` and ``handles`` are of memory that the
@@ -97,8 +91,7 @@ class UploadReply:
     handles: tuple[bytes, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class DownloadRequest:
+class DownloadRequest(NamedTuple):
     """Write a device image back into a host segment of ``size_bytes``.
 
     Followed by UploadPart packets: the outline (part 0), the allocations, and last the writable
@@ -112,8 +105,7 @@ class DownloadRequest:
     memory: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class CopyImageRequest:
+class CopyImageRequest(NamedTuple):
     """Copy an image of ``size_bytes`` out of the memory of another device.
 
     Followed by UploadPart packets: the image's outline (part 0), its allocations, and as many new
@@ -127,15 +119,13 @@ class CopyImageRequest:
     is_hashed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class JobRelease:
+class JobRelease(NamedTuple):
     """Forget a planned job that does not continue, or free the memory made for it. Not answered."""
 
     job: int
 
 
-@dataclass(frozen=True, slots=True)
-class UploadFailed:
+class UploadFailed(NamedTuple):
     """A job ended without a result; ``error`` names a class of trims_shim.errors."""
 
     job: int
@@ -146,8 +136,7 @@ class UploadFailed:
 # --- the preparer, which prepares ONNX models -----------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PrepareRequest:
+class PrepareRequest(NamedTuple):
     """The one job of a preparer.
 
     ``source`` is the number of an inherited descriptor of the model, ``path`` its name or empty.
@@ -162,8 +151,7 @@ class PrepareRequest:
     directory: str
 
 
-@dataclass(frozen=True, slots=True)
-class ExternalFile:
+class ExternalFile(NamedTuple):
     """A file with a model's initializers; ``location`` is as in the model."""
 
     location: str
@@ -172,21 +160,18 @@ class ExternalFile:
     identity: Identity
 
 
-@dataclass(frozen=True, slots=True)
-class SourceHashed:
+class SourceHashed(NamedTuple):
     """The content that is to be prepared; answered by ContentWanted."""
 
     digest: str
     externals: tuple[ExternalFile, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ContentWanted:
+class ContentWanted(NamedTuple):
     """Go on. A preparer whose content is not wanted is ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrepareReply:
+class PrepareReply(NamedTuple):
     """The files are written and verified, or ``reason`` says why not.
 
     ``probe`` is ``equal`` if a run gave the same bits as the original model, else the reason why

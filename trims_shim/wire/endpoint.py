@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import stat
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trims_shim.config import Config
 from trims_shim.errors import ConfigError, DaemonUnavailable, UnusableSocketDir
@@ -22,8 +22,7 @@ _SUN_PATH_LIMIT_BYTES = 107
 _LONGEST_NAME = "control-0123456789abcdef.sock"
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
+class Endpoint(NamedTuple):
     """Names inside one socket directory, which is absolute."""
 
     directory: str

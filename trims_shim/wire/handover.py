@@ -14,8 +14,7 @@ import select
 import socket
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from trims_shim.errors import MalformedMessage
 from trims_shim.wire import codec
@@ -42,8 +41,7 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(8 * array.array("i").itemsize) + socket.CMS
 _CLIPPED_BYTES = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
+class Peer(NamedTuple):
     """The process at the other end, according to the kernel (SO_PEERCRED)."""
 
     pid: int
@@ -51,8 +49,7 @@ class Peer:
     gid: int
 
 
-@dataclass(frozen=True, slots=True)
-class Packet:
+class Packet(NamedTuple):
     """One received message; the receiver owns ``descriptor`` (None when there is none)."""
 
     message: Any

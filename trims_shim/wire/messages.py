@@ -1,8 +1,9 @@
 """Messages between programs that load models and the daemon, and nothing else.
 
-Every program with a model imports this file and pays for each class in it. So the messages of the
-command line are in :mod:`trims_shim.wire.admin`, those between the daemon and its own processes in
-:mod:`trims_shim.wire.duties`. Two channels carry the messages here (see
+Every program with a model imports this file and pays for each class in it. So messages are named
+tuples, which are made in a sixth of a dataclass's time (one without fields is false: compare with
+None), those of the command line are in :mod:`trims_shim.wire.admin`, and those between the daemon
+and its own processes in :mod:`trims_shim.wire.duties`. Two channels carry the messages here (see
 :mod:`trims_shim.wire.handover` and docs/protocol.md):
 
 * *handover*: a UNIX SEQPACKET socket; one message a packet, with at most one descriptor.
@@ -16,7 +17,7 @@ Sizes are bytes, times nanoseconds of CLOCK_REALTIME. ``Hello``, ``Welcome``, ``
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trims_shim.specs import Identity
 
@@ -68,8 +69,7 @@ COUNTER_NAME_LIMIT = 100
 # --- handover: client to daemon -------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(NamedTuple):
     """First packet of a client."""
 
     protocol: int
@@ -77,8 +77,7 @@ class Hello:
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class FileOffer:
+class FileOffer(NamedTuple):
     """Carries an open, readable descriptor of a model file; the request quotes ``ticket``.
 
     With a ``tier``, which is ``host`` or the id of a device, it asks for the image of the file: one
@@ -93,22 +92,19 @@ class FileOffer:
     lead_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseRelease:
+class LeaseRelease(NamedTuple):
     """The client no longer holds a mapping of this lease. Not answered."""
 
     lease: int
 
 
-@dataclass(frozen=True, slots=True)
-class StatsReport:
+class StatsReport(NamedTuple):
     """Counters of a client since its last report, added up by the daemon. Not answered."""
 
     counters: dict[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class DrainRequest:
+class DrainRequest(NamedTuple):
     """A newer client asks the daemon to make room: finish requests in flight, then exit."""
 
     package: str
@@ -117,8 +113,7 @@ class DrainRequest:
 # --- handover: daemon to client -------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(NamedTuple):
     """Answers Hello. ``token`` authenticates the client's control requests.
 
     ``instance`` names the daemon's control and event sockets in the socket directory.
@@ -132,8 +127,7 @@ class Welcome:
     config_hash: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentGrant:
+class SegmentGrant(NamedTuple):
     """Carries a descriptor of a segment, just before the OpenImageReply or OfferReply.
 
     The host tier has one part, read-only. On a device tier, part 0 is the outline (see
@@ -145,8 +139,7 @@ class SegmentGrant:
     part: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class OfferReply:
+class OfferReply(NamedTuple):
     """Answers a FileOffer that names a tier, after the grants for the leased image.
 
     ``opened`` is None where the image is not resident: the offer stands, for OpenImageRequest. An
@@ -158,8 +151,7 @@ class OfferReply:
     is_loading: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Goodbye:
+class Goodbye(NamedTuple):
     """Last packet of the daemon: why it closes the connection."""
 
     reason: str
@@ -168,15 +160,13 @@ class Goodbye:
 # --- control: images ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class OpenImageRequest:
+class OpenImageRequest(NamedTuple):
     """Lease the image that was asked for under ``ticket``; loads it when it is not resident."""
 
     ticket: int
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceGrant:
+class DeviceGrant(NamedTuple):
     """How an image lies in device memory; part of OpenImageReply.
 
     ``allocations`` are the sizes in bytes of the granted parts; they are mapped back to back.
@@ -191,8 +181,7 @@ class DeviceGrant:
     handles: tuple[bytes, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class OpenImageReply:
+class OpenImageReply(NamedTuple):
     """Response for OpenImageRequest.
 
     ``outcome`` is ``hit``, ``miss`` (this request caused the load) or ``joined`` (it waited for
@@ -210,8 +199,7 @@ class OpenImageReply:
 # --- handover or control: prepared ONNX models ----------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SessionRecipe:
+class SessionRecipe(NamedTuple):
     """Everything besides the model that decides onnxruntime's prepared form of it.
 
     ``build`` tells builds of one version apart. ``providers``: for each, its name, then option,
@@ -231,8 +219,7 @@ class SessionRecipe:
     prepack: str = "share"
 
 
-@dataclass(frozen=True, slots=True)
-class OpenPreparedRequest:
+class OpenPreparedRequest(NamedTuple):
     """Lease the prepared form of an ONNX model; orders it where there is none.
 
     ``ticket`` is of the model's open file, or of a memfd with its bytes (then ``path`` is empty).
@@ -249,8 +236,7 @@ class OpenPreparedRequest:
     search_path: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class OpenPreparedReply:
+class OpenPreparedReply(NamedTuple):
     """Response for OpenPreparedRequest; never waits for a preparation.
 
     ``outcome`` is ``hit``, ``unknown`` (nothing was started), ``preparing`` (by this request or an
@@ -272,8 +258,7 @@ class OpenPreparedReply:
 # --- control: any request -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """The request is alive: bytes read so far. Sent at least once a second while a load runs.
 
     They may be more than the file's: it is read again where the first reading does not suffice.
@@ -282,8 +267,7 @@ class Progress:
     done_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorReply:
+class ErrorReply(NamedTuple):
     """Response for a request that was refused. ``error`` names a class of trims_shim.errors."""
 
     error: str

@@ -87,7 +87,7 @@ _WithSources = TypeVar("_WithSources", bound=Manifest | RefusalRecord)
 
 def render(record: Manifest | RefusalRecord) -> bytes:
     """The bytes to write."""
-    return json.dumps(dataclasses.asdict(record), indent=1).encode() + b"\n"
+    return json.dumps(codec.plain(record), indent=1).encode() + b"\n"
 
 
 def parse(kind: type[_Record], data: bytes) -> _Record:

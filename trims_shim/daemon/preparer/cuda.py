@@ -14,7 +14,6 @@ Runs in the preparer; onnxruntime and numpy are the client's.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import os
 import weakref
@@ -60,7 +59,7 @@ class CudaSessions(Sessions):
     def __init__(self, recipe: SessionRecipe) -> None:
         self.index = self.index_of(recipe.providers[0])
         self._values: list[tuple[str, Any]] = []
-        super().__init__(dataclasses.replace(recipe, providers=self._here(recipe.providers)))
+        super().__init__(recipe._replace(providers=self._here(recipe.providers)))
         if self.provider not in self._binding.get_available_providers():
             raise _no_cuda("this onnxruntime is built without CUDA")
         self.prepare_libraries()

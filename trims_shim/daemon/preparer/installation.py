@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["Installation", "installation"]
 
 
-@dataclass(frozen=True, slots=True)
-class Installation:
+class Installation(NamedTuple):
     """As a :class:`SessionRecipe` names it; ``package`` is its directory."""
 
     package: str
