@@ -183,6 +183,7 @@ MAY_IMPORT_HEAVY = {
     "daemon.events": {"zmq"},
     "daemon.server": {"zmq"},
     "daemon.ingest": {"blake3"},
+    "daemon.prepared.files": {"blake3"},
     "daemon.prepared.key": {"blake3"},
     "ensemble.search": {"random"},  # a generator of a fixed seed
     "memory.copying": {"blake3"},

@@ -16,7 +16,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +226,7 @@ class TestMapping:
                 grant = messages.DeviceGrant(
                     "ipc", reply.device.layout, (int(size),), (bytes.fromhex(handle),)
                 )
-                return replace(reply, device=grant)
+                return reply._replace(device=grant)
 
             client.grantor.change = by_handle
             arena = client.open(path)
@@ -265,7 +264,7 @@ class TestWhatIsNotServed:
 def with_grant(**changes: Any) -> Callable[[messages.OpenImageReply], messages.OpenImageReply]:
     def change(reply: messages.OpenImageReply) -> messages.OpenImageReply:
         assert reply.device is not None
-        return replace(reply, device=replace(reply.device, **changes))
+        return reply._replace(device=reply.device._replace(**changes))
 
     return change
 
@@ -295,7 +294,7 @@ class TestTrouble:
         self.fails(client, WireError, f"in {2 * MIB} bytes")
 
     def test_no_memory(self, client: Client) -> None:
-        client.grantor.change = lambda reply: replace(reply, device=None)
+        client.grantor.change = lambda reply: reply._replace(device=None)
         self.fails(client, WireError, "no device memory")
 
     def test_an_outline_that_is_no_model_s(

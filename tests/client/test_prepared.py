@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +76,7 @@ def test_a_hit(reply: OpenPreparedReply) -> None:
 
 
 def test_a_hit_without_weights(reply: OpenPreparedReply) -> None:
-    model, _ = take(replace(reply, weights="", weights_identity=None))
+    model, _ = take(reply._replace(weights="", weights_identity=None))
     assert isinstance(model, PreparedModel)
     assert model.size_bytes == 5
 
@@ -88,8 +87,8 @@ def test_files_that_are_not_those_that_were_verified(
     reply: OpenPreparedReply, file: str, field: str
 ) -> None:
     was = getattr(reply, file)
-    changed: Any = {file: replace(was, **{field: getattr(was, field) + 1})}
-    error, released = take(replace(reply, **changed))
+    changed: Any = {file: was._replace(**{field: getattr(was, field) + 1})}
+    error, released = take(reply._replace(**changed))
     assert isinstance(error, NotServed)
     assert (error.reason, released) == ("prepared_changed", 1)
 
@@ -128,7 +127,7 @@ def test_no_hit(answer: OpenPreparedReply, reason: str) -> None:
     "change", [{"outcome": "perhaps"}, {"model": "relative"}, {"model_identity": None}]
 )
 def test_answers_that_make_no_sense(reply: OpenPreparedReply, change: Any) -> None:
-    error, _ = take(replace(reply, **change))
+    error, _ = take(reply._replace(**change))
     assert isinstance(error, WireError)
 
 
@@ -194,13 +193,13 @@ def test_what_is_asked(reply: OpenPreparedReply, tmp_path: Path) -> None:
     request = messages.OpenPreparedRequest(0, "/m.onnx", "", RECIPE, "/onnxruntime", ("/a",))
     assert line.asked == [
         (request, descriptor),
-        (replace(request, path="", digest="d" * 64), None),
+        (request._replace(path="", digest="d" * 64), None),
     ]
     assert diagnostics.stats().hits == before + 2
 
 
 def test_a_lease_is_given_back_over_its_own_connection(reply: OpenPreparedReply) -> None:
-    dialled = Dialled(reply, replace(reply, lease=8))
+    dialled = Dialled(reply, reply._replace(lease=8))
     one = dialled.open(digest="d")
     dialled.lines[0].is_open = False
     two = dialled.open(digest="d")
@@ -210,7 +209,7 @@ def test_a_lease_is_given_back_over_its_own_connection(reply: OpenPreparedReply)
 
 
 def test_no_hit_keeps_the_connection_and_its_leases(reply: OpenPreparedReply) -> None:
-    changed = replace(reply, model_identity=replace(reply.model_identity, inode=0))  # type: ignore[type-var]
+    changed = reply._replace(model_identity=reply.model_identity._replace(inode=0))
     dialled = Dialled(OpenPreparedReply("preparing"), changed, reply)
     for reason in ("preparing", "prepared_changed"):
         with pytest.raises(NotServed) as caught:

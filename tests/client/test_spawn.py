@@ -93,7 +93,7 @@ def test_no_process_can_be_started(endpoint: Endpoint, monkeypatch: pytest.Monke
     ("script", "reason"),
     [
         ("exit 0", "died without a word"),
-        ('eval "echo failed no memory here >&$4"; exit 1', "no memory here"),
+        ('eval "echo failed no memory here >&$5"; exit 1', "no memory here"),
     ],
     ids=["silence", "a reason"],
 )
@@ -109,7 +109,7 @@ def test_a_daemon_that_fails_where_there_is_no_room_for_the_reason(
     endpoint: Endpoint, run_instead: Callable[[str], None]
 ) -> None:
     """So that whoever asked does not have it started again for each file."""
-    run_instead('eval "echo failed no memory here >&$4"; exit 1')
+    run_instead('eval "echo failed no memory here >&$5"; exit 1')
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
@@ -156,7 +156,7 @@ def test_a_program_with_thousands_of_descriptors(
     endpoint: Endpoint, run_instead: Callable[[str], None]
 ) -> None:
     """``select`` has no room for those beyond 1023."""
-    run_instead('eval "echo failed heard >&$4"; exit 1')
+    run_instead('eval "echo failed heard >&$5"; exit 1')
     held = [os.open("/", os.O_RDONLY) for _ in range(1100)]
     try:
         with pytest.raises(DaemonStartFailed, match="heard"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import onnxruntime
@@ -109,4 +108,4 @@ def changed(preparations: Preparations) -> OpenPreparedReply:
     (directory,) = preparations.made.values()
     reply = preparations._hit(directory)
     assert reply.weights_identity is not None
-    return replace(reply, weights_identity=replace(reply.weights_identity, mtime_ns=1))
+    return reply._replace(weights_identity=reply.weights_identity._replace(mtime_ns=1))

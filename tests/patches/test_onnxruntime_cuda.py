@@ -13,7 +13,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -368,7 +367,7 @@ class TestWholePath:
         self, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> Iterator[Preparations]:
         grantor, release = bench.grantor, Line.release
-        grantor.change = lambda reply: replace(reply, lease=reply.lease + self.PATHS)
+        grantor.change = lambda reply: reply._replace(lease=reply.lease + self.PATHS)
 
         def open_image(line: Any, descriptor: int, name: str, *, tier: str) -> Any:
             grantor.tiers.append(tier)

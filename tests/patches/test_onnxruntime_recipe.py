@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import sys
@@ -161,9 +160,9 @@ def test_it_is_of_the_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     before = recipe()
     assert (before.runtime, before.build) == (installation().runtime, installation().build)
     for field in ("runtime", "build"):
-        other = dataclasses.replace(installation(), **{field: "another"})
+        other = installation()._replace(**{field: "another"})
         monkeypatch.setattr(recipes, "installation", lambda other=other: other)
-        assert recipe() == dataclasses.replace(before, **{field: "another"})
+        assert recipe() == before._replace(**{field: "another"})
         monkeypatch.undo()
 
 

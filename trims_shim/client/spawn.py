@@ -162,6 +162,9 @@ def _spawn(executable: str, endpoint: Endpoint, deadline: float) -> None:
 def _launch(executable: str, endpoint: Endpoint, writer: int) -> int:
     """Launch the first fork and return its process id.
 
+    Without ``site``: it would run the hooks of all that is installed (editable packages, coverage),
+    some of them for longer than ours takes to import, for a ``sys.path`` that is replaced.
+
     Not subprocess.Popen, which reads from its own pipe until the last copy of the other end is
     closed: a child that another thread forks meanwhile has a copy.
     """
@@ -179,7 +182,7 @@ def _launch(executable: str, endpoint: Endpoint, writer: int) -> int:
         arguments = [str(_REPORT), json.dumps(search_path()), *surplus]
         return os.posix_spawn(
             executable,
-            [executable, "-I", "-c", _BOOT, *arguments],
+            [executable, "-I", "-S", "-c", _BOOT, *arguments],
             environment,
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import resource
 
 __all__ = ["be_expendable", "give_way"]
@@ -55,7 +54,7 @@ def _write(path: str, value: int) -> None:
 
 
 def _lower_disk_priority() -> None:
-    number = _IOPRIO_SET.get(platform.machine())
+    number = _IOPRIO_SET.get(os.uname().machine)
     if number is None:
         return
     import ctypes

@@ -14,12 +14,11 @@ import contextlib
 import os
 import resource
 import socket
+import struct
 import threading
 from collections import Counter
-from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from trims_shim.wire.handover import peer_of
 
@@ -27,6 +26,8 @@ __all__ = ["Doorkeeper", "connection_at"]
 
 _OF_ONE_USER = 2
 """Each user but the daemon's own may have at most one connection in this many."""
+_REPORT = struct.Struct("=Hi")
+"""zmq_socket_monitor(3): event, value. (The reader in pyzmq imports all of asyncio.)"""
 _HANDSHAKE_MS = 5000
 """A silent connection is closed after this time; ZeroMQ's default is 30 s."""
 
@@ -87,12 +88,12 @@ class Doorkeeper:
     def _watch(self) -> None:
         with self._reports:
             while True:
-                report: Any = recv_monitor_message(self._reports)
-                if report["event"] == zmq.EVENT_MONITOR_STOPPED:
+                event, descriptor = _REPORT.unpack(self._reports.recv_multipart()[0])
+                if event == zmq.EVENT_MONITOR_STOPPED:
                     return
-                self._forget(report["value"])
-                if report["event"] == zmq.EVENT_ACCEPTED:
-                    self._admit(report["value"])
+                self._forget(descriptor)
+                if event == zmq.EVENT_ACCEPTED:
+                    self._admit(descriptor)
 
     def _admit(self, descriptor: int) -> None:
         connection = connection_at(descriptor, self._path)

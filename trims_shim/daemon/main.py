@@ -15,7 +15,6 @@ import grp
 import itertools
 import logging
 import os
-import secrets
 import signal
 import socket
 import stat
@@ -160,7 +159,7 @@ def _build(endpoint: Endpoint, config: Config) -> Server:
     _raise_descriptor_limit()
     memory, reason = _memory(config)
     _remove_stale(endpoint)
-    instance = secrets.token_hex(8)
+    instance = os.urandom(8).hex()
     wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
     numbers = itertools.count(1)
 

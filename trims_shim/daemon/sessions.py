@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import resource
-import secrets
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -102,7 +101,7 @@ class Sessions:
         if session.is_greeted:
             raise MalformedMessage("a second Hello on one connection")
         session.package, session.pid = package[:64], pid
-        session.token = secrets.token_bytes(16)
+        session.token = os.urandom(16)
         self._by_token[session.token] = session
         return session.token
 

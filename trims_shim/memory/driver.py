@@ -20,7 +20,6 @@ import contextlib
 import ctypes
 import os
 import threading
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -384,7 +383,8 @@ def _device_id(name: str, raw: bytes) -> DeviceId:
     # Only the driver's name shows the kind: "NVIDIA A100-SXM4-40GB MIG 1g.5gb". NVML and
     # CUDA_VISIBLE_DEVICES use exactly these ids since driver 470.
     kind = "MIG" if " MIG " in name else "GPU"
-    return f"{kind}-{uuid.UUID(bytes=raw)}"
+    parts = (raw[:4], raw[4:6], raw[6:8], raw[8:10], raw[10:])  # as of any UUID
+    return "-".join([kind, *(part.hex() for part in parts)])
 
 
 def _failure(call: str, of: str, result: str) -> DriverFailure:

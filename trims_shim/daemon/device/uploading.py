@@ -442,6 +442,7 @@ def _launch(
         [
             sys.executable,
             "-I",
+            "-S",
             "-c",
             _BOOT,
             json.dumps(search_path()),

@@ -23,15 +23,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import logging
 import os
 import re
-import secrets
 import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+
+from blake3 import blake3
 
 from trims_shim._version import __version__
 from trims_shim.daemon.prepared.directory import examine, make, problem_of
@@ -159,7 +159,7 @@ class PreparedFiles:
         if problem:
             raise NotServed("prepared_off", problem)
         self._claim(is_waiting=True)
-        path = os.path.join(self.directory, f"{_MAKING}{os.getpid()}-{secrets.token_hex(8)}")
+        path = os.path.join(self.directory, f"{_MAKING}{os.getpid()}-{os.urandom(8).hex()}")
         os.mkdir(path, 0o700)
         return path
 
@@ -242,7 +242,7 @@ class PreparedFiles:
 
     def retire(self, key: str) -> str:
         """Take the name from a model; return the path to :meth:`delete`, empty if there is none."""
-        path = os.path.join(self.directory, f"{_REMOVED}{os.getpid()}-{secrets.token_hex(8)}")
+        path = os.path.join(self.directory, f"{_REMOVED}{os.getpid()}-{os.urandom(8).hex()}")
         try:
             os.rename(os.path.join(self.directory, key), path)
         except OSError as error:
@@ -353,7 +353,7 @@ class PreparedFiles:
 def _judge(judgement: str) -> str:
     """The part of a refusal's name that stands for package and settings."""
     judge = f"{LAYOUT_VERSION} {__version__} {judgement}".encode()
-    return hashlib.sha256(judge).hexdigest()[:_JUDGE_DIGITS]
+    return blake3(judge).hexdigest()[:_JUDGE_DIGITS]
 
 
 def _delete_oldest(paths: list[str], *, kept: int) -> None:
@@ -433,7 +433,7 @@ def _write(path: str, data: bytes) -> None:
 
 def _replace(path: str, data: bytes) -> None:
     """Write a small file anew; a reader sees the old one or the new one."""
-    fresh = os.path.join(os.path.dirname(path), f"{_MAKING}{secrets.token_hex(8)}")
+    fresh = os.path.join(os.path.dirname(path), f"{_MAKING}{os.urandom(8).hex()}")
     try:
         _write(fresh, data)
         os.rename(fresh, path)
