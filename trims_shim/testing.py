@@ -23,7 +23,6 @@ child finds no daemon and loads privately.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import secrets
@@ -317,7 +316,7 @@ class _Server(Daemon):
         directory = os.path.join(self._directory, "prepared")
         prepared = PreparedModels(
             self,
-            dataclasses.replace(settings, directory=directory),
+            settings._replace(directory=directory),
             preparer=_Preparer(),
             numbers=numbers,
             wake=self._woken,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import signal
@@ -481,7 +480,7 @@ class TestRealPreparer:
         (other / "blake3.py").write_text("raise SystemExit(7)")
         order = self.order(fakes)
         search_path = ("relative", str(other), *order.search_path)
-        changed = dataclasses.replace(order, search_path=search_path)
+        changed = order._replace(search_path=search_path)
         reply = fakes.preparer().run(changed, yes)
         os.close(order.request.source)
         assert reply is not None

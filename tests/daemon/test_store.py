@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 from collections.abc import Iterable, Iterator
@@ -113,7 +112,7 @@ class TestIdentity:
         store = new_store(1000)
         load(store, opening(), loaded())
         changed = identity()._replace(**{part: 99})
-        action = started(store.open(dataclasses.replace(opening(2), identity=changed), 2))
+        action = started(store.open(opening(2)._replace(identity=changed), 2))
         assert not action.is_likely_known
 
     def test_identities_of_an_evicted_image_are_forgotten(self) -> None:
@@ -635,7 +634,7 @@ class TestLeads:
     def test_they_are_told_apart(self) -> None:
         store = new_store()
         load(store, opening(), loaded(A))
-        aligned = dataclasses.replace(opening(request=2), lead_bytes=8)
+        aligned = opening(request=2)._replace(lead_bytes=8)
         action = started(store.open(aligned, 2))  # type: ignore[arg-type]
         assert action.opening.image_bytes == 18
         assert store.totals().reserved_bytes == 18
@@ -646,7 +645,7 @@ class TestLeads:
 
     def test_a_load_for_those_who_come_later(self) -> None:
         store = new_store()
-        aligned = dataclasses.replace(opening(), lead_bytes=8)
+        aligned = opening()._replace(lead_bytes=8)
         action = started(store.load(aligned, 1))  # type: ignore[arg-type]
         assert store.load(aligned, 1) == [], "it is under way"
         assert store.waiters(action.ingest) == []
@@ -658,8 +657,8 @@ class TestLeads:
 
     def test_who_asks_during_such_a_load_waits_for_it(self) -> None:
         store = new_store()
-        aligned = dataclasses.replace(opening(), lead_bytes=8)
+        aligned = opening()._replace(lead_bytes=8)
         action = started(store.load(aligned, 1))  # type: ignore[arg-type]
-        assert store.open(dataclasses.replace(aligned), 1) == []
+        assert store.open(aligned._replace(), 1) == []
         done = store.ingest_done(action.ingest, loaded(B, 18), 2)
         assert granted(done).outcome == "joined"  # type: ignore[arg-type]

@@ -15,8 +15,8 @@ import queue
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from trims_shim.daemon import ingest
 from trims_shim.daemon.file_systems import has_change_time, is_settled
@@ -65,8 +65,7 @@ class Finished(Generic[_Segment]):
     error: TrimsError | None
 
 
-@dataclass(frozen=True, slots=True)
-class Hashing:
+class Hashing(NamedTuple):
     """Work for a thread: the digest of an image's bytes as they are now.
 
     It has a hold of its own on the image, which may be evicted meanwhile; ``close`` gives it up.
@@ -276,7 +275,7 @@ class Loads(abc.ABC, Generic[_Segment]):
             else:
                 result, segment = self._load(load)
             if self._trusts_young_files:
-                result = replace(result, is_settled=True)
+                result = result._replace(is_settled=True)
         except MemoryFailure as failure:
             error = NoSpace(f"{name}: {failure}")
         except TrimsError as refused:

@@ -21,8 +21,7 @@ import logging
 import math
 import resource
 import time
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from trims_shim.daemon.device.peer_copying import PeerImage
 from trims_shim.daemon.front import INTERNAL_ERROR, Front, Request
@@ -66,8 +65,7 @@ _ALLOCATIONS_IN_A_PACKET = 32
 """At 80 bytes each: below messages.HANDOVER_PACKET_LIMIT_BYTES."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
+class _Copy(NamedTuple):
     """A load that takes its image from ``source``, where it is held until the load has ended.
 
     ``is_promoted``: if that fails, from the host tier.

@@ -11,6 +11,7 @@ import resource
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from trims_shim.daemon.offers import Closer, Offer
 from trims_shim.errors import AccessDenied, MalformedMessage, TooManyRequests
@@ -24,8 +25,7 @@ _DESCRIPTORS_RESERVED = 8192
 be stopped (:mod:`trims_shim.daemon.connections`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(NamedTuple):
     """What a client may have open at once. Too many offers or sessions cost the connection."""
 
     offers: int = 32

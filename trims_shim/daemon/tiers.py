@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from trims_shim.config import Config, ShareOrSize
 from trims_shim.daemon.device.loader import DeviceLoader
@@ -51,8 +51,7 @@ _DEVICE_ID = re.compile(r"(GPU|MIG)-[0-9a-f-]{36}")
 _UNAVAILABLE_LIMIT = 64
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceSettings:
+class DeviceSettings(NamedTuple):
     """The settings of device tiers; ``backend`` is ``vmm``, ``ipc`` or ``off``.
 
     ``has_peers``: images may be copied from one device to another.

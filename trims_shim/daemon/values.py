@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from trims_shim.errors import TrimsError
 from trims_shim.specs import Digest, Identity
@@ -34,8 +34,7 @@ NameKey = tuple[int, str]
 """(user, path)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Opening:
+class Opening(NamedTuple):
     """A client's request for an image, with the proof already checked.
 
     The image is the file's bytes behind ``lead_bytes`` zeros.
@@ -59,8 +58,7 @@ class Opening:
         return self.lead_bytes + self.identity.size_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Ingested:
+class Ingested(NamedTuple):
     """A load that ended well. ``is_settled``: the identity may be trusted from now on."""
 
     digest: Digest
@@ -69,8 +67,7 @@ class Ingested:
     load_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class StartIngest:
+class StartIngest(NamedTuple):
     """Read the file of this request; ``is_likely_known``: hash first, an equal image may exist.
 
     ``is_only_hashed``: there is no room to load it; it fails if no equal image exists.
@@ -82,23 +79,20 @@ class StartIngest:
     is_only_hashed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class AdoptSegment:
+class AdoptSegment(NamedTuple):
     """The loaded segment is the image of this digest from now on."""
 
     ingest: int
     digest: Digest
 
 
-@dataclass(frozen=True, slots=True)
-class DiscardSegment:
+class DiscardSegment(NamedTuple):
     """The loaded segment is not needed: an image of equal content exists."""
 
     ingest: int
 
 
-@dataclass(frozen=True, slots=True)
-class GrantLease:
+class GrantLease(NamedTuple):
     """Send the segment and the reply."""
 
     opening: Opening
@@ -108,8 +102,7 @@ class GrantLease:
     is_settled: bool
 
 
-@dataclass(frozen=True, slots=True)
-class RefuseRequest:
+class RefuseRequest(NamedTuple):
     """Answer with an error."""
 
     opening: Opening
@@ -129,8 +122,7 @@ class DropImage:
     names: tuple[NameKey, ...] = field(default=(), compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Announce:
+class Announce(NamedTuple):
     """Publish an event."""
 
     event: str
@@ -143,8 +135,7 @@ Action: TypeAlias = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ImageRow:
+class ImageRow(NamedTuple):
     """One image in a snapshot. ``names`` are (user, path) pairs.
 
     ``hits`` are the opens that took an image that was there, or being loaded.
@@ -162,8 +153,7 @@ class ImageRow:
     names: tuple[NameKey, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
+class Totals(NamedTuple):
     """The account of the tier."""
 
     budget_bytes: int

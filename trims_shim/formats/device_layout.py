@@ -14,7 +14,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from trims_shim.errors import FormatError, UnsupportedFormat
 from trims_shim.formats.onnx_directory import has_directory, read_directory
@@ -33,8 +33,7 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _ZIP_RECORDS = "data/"
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """One tensor's bytes: where they are in the file, and where in device memory."""
 
     source: Span

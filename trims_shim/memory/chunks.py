@@ -15,8 +15,7 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from trims_shim.errors import ReadFailed, TrimsError
 from trims_shim.formats.device_layout import DeviceLayout
@@ -24,8 +23,7 @@ from trims_shim.formats.device_layout import DeviceLayout
 __all__ = ["Chunk", "Chunks", "Route", "Sizes", "Step"]
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
+class Sizes(NamedTuple):
     """How a file is cut: chunk n of it goes to slot ``n % slots``."""
 
     total_bytes: int
@@ -42,8 +40,7 @@ class Sizes:
         return self.slots if self.slots >= self.chunks else max(1, self.slots // 4)
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(NamedTuple):
     """The device's side of a transfer: where a file's tensors are, and how the work is divided.
 
     ``address`` is that of the layout's first byte. Errors call the file ``name``.
@@ -62,8 +59,7 @@ class Route:
         return Sizes(self.layout.file_bytes, self.chunk_bytes, self.ring_chunks)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A chunk of the file. ``part`` is its slot's memory, ``position`` the offset of the slot."""
 
     slot: int

@@ -14,7 +14,7 @@ import errno
 import os
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trims_shim.errors import DriverFailure, FileChanged, MemoryFailure, ReadFailed
 from trims_shim.formats.device_layout import DeviceLayout, Placed
@@ -95,8 +95,7 @@ def write_fully(descriptor: int, part: memoryview, offset: int, name: str) -> No
         done += count
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
+class _Source(NamedTuple):
     """A file that may also be open with O_DIRECT, past the page cache."""
 
     descriptor: int
@@ -219,8 +218,7 @@ class _DeviceStep:
             self.driver.free_pinned(address)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """Bytes of the file for one place: an address on the device, or (None) the outline."""
 
     offset: int

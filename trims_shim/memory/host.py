@@ -21,6 +21,7 @@ import mmap
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from trims_shim.errors import MemoryFailure
 from trims_shim.memory.held import Held, charged_bytes
@@ -259,8 +260,7 @@ def _failure(what: str, error: OSError) -> MemoryFailure:
     return MemoryFailure(f"{what}: {error}{hint}")
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(NamedTuple):
     """Whether a kind of memory works here; if not, why."""
 
     kind: SegmentKind

@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trims_shim.daemon.device.uploading import Uploader
 from trims_shim.errors import DriverFailure, NoSpace, ReadFailed, TrimsError
@@ -31,8 +31,7 @@ _TRY_AGAIN_S = 60.0
 """Long enough that a link which always fails costs little, short enough for one that comes back."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerImage:
+class PeerImage(NamedTuple):
     """An image on another device. The holder closes ``segment``, a hold of its own."""
 
     digest: Digest

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trims_shim.config import Config, ShareOrSize
 from trims_shim.daemon.file_systems import is_in_memory
@@ -36,8 +36,7 @@ _SHARED_BETWEEN_MACHINES = frozenset({"afs", "cifs", "fuse.sshfs", "nfs", "nfs4"
 files mapped here. Pages not in memory are then gone, and a session that reads them is killed."""
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedSettings:
+class PreparedSettings(NamedTuple):
     """The settings of prepared models. ``problem``: why there are none, if that is known.
 
     ``judgement``: as text, the other settings that may decide that a model is not worth it.
@@ -70,8 +69,7 @@ class PreparedSettings:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Space:
+class Space(NamedTuple):
     """A file system; ``spare_bytes`` is how much of it may be used, negative if it is full.
 
     ``is_memory``: files in it take memory.

@@ -29,7 +29,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from blake3 import blake3
 
@@ -64,8 +64,7 @@ _REFUSALS_KEPT = 1000
 _ATTEMPTS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
+class Published(NamedTuple):
     """A prepared model whose files were there and sound a moment ago; ``weights`` may be empty."""
 
     manifest: Manifest
@@ -99,8 +98,7 @@ class Published:
         return is_sound
 
 
-@dataclass(frozen=True, slots=True)
-class Scan:
+class Scan(NamedTuple):
     """What was found in the directory."""
 
     published: tuple[Published, ...] = ()
@@ -170,7 +168,7 @@ class PreparedFiles:
         hold what it should, or OSError.
         """
         model, weights = _seal(making)
-        manifest = replace(manifest, model=model, weights=weights)
+        manifest = manifest._replace(model=model, weights=weights)
         _write(os.path.join(making, _MANIFEST), render(manifest))
         _sync(making)
         target = os.path.join(self.directory, manifest.key)

@@ -19,8 +19,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from trims_shim._version import __version__
 from trims_shim.daemon.file_systems import has_change_time, is_settled
@@ -121,8 +121,7 @@ class Hashed:
     answer: queue.SimpleQueue[bool] = field(default_factory=queue.SimpleQueue)
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(NamedTuple):
     """A preparation ended: with a model, with ``job.failure``, or because it was not wanted."""
 
     job: Job
@@ -291,7 +290,7 @@ class Jobs:
             identities = tuple(each.identity for each in files)
             if not self._is_ours_alone(job, hashed):
                 place = repr((job.identity, directory, identities))
-                content = replace(content, place=place)
+                content = content._replace(place=place)
             job.known = Known(job.identity, content, directory, identities)
         job.content = content
         job.key = self._key_of(content, job.request.recipe)

@@ -6,7 +6,7 @@ Equal keys mean equal files, bit for bit, on one machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from blake3 import blake3
 
@@ -21,8 +21,7 @@ LAYOUT_VERSION = 3
 """Raised by every change of what is prepared, how it is verified, or how it is stored."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
+class _Parts(NamedTuple):
     """What is hashed; the codec's encoding is canonical."""
 
     layout: int

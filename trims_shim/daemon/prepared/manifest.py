@@ -1,16 +1,14 @@
 """The records of a prepared model, and of a model that cannot be prepared.
 
-Owns the form of ``entry.json`` and of refusals: JSON objects of the dataclasses here, and of those
-that they hold. Pure. A record may be damaged or written by another version, so every field is
+Owns the form of ``entry.json`` and of refusals: JSON objects of the named tuples here, and of
+those that they hold. Pure. A record may be damaged or written by another version, so every field is
 checked; anything odd is CorruptFile, and its reader starts afresh.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from trims_shim.daemon.prepared.values import Content, KeepRefusal, Known
 from trims_shim.errors import CorruptFile, MalformedMessage
@@ -24,8 +22,7 @@ _SOURCES_LIMIT = 8
 _Record = TypeVar("_Record")
 
 
-@dataclass(frozen=True, slots=True)
-class FileStamp:
+class FileStamp(NamedTuple):
     """Identifies a file within one file system; device numbers may change at a boot."""
 
     inode: int
@@ -39,8 +36,7 @@ class FileStamp:
         return cls(identity.inode, identity.size_bytes, identity.mtime_ns, identity.ctime_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(NamedTuple):
     """A prepared model.
 
     ``layout`` is :data:`trims_shim.daemon.prepared.key.LAYOUT_VERSION`; ``sources`` are files known
@@ -61,8 +57,7 @@ class Manifest:
     weights: FileStamp | None
 
 
-@dataclass(frozen=True, slots=True)
-class RefusalRecord:
+class RefusalRecord(NamedTuple):
     """A model that cannot be prepared, as this version of the package and its settings see it."""
 
     layout: int
@@ -82,7 +77,7 @@ class RefusalRecord:
         return KeepRefusal(self.key, self.reason, self.message, self.runtime, self.names)
 
 
-_WithSources = TypeVar("_WithSources", bound=Manifest | RefusalRecord)
+_WithSources = TypeVar("_WithSources", Manifest, RefusalRecord)
 
 
 def render(record: Manifest | RefusalRecord) -> bytes:
@@ -102,8 +97,12 @@ def parse(kind: type[_Record], data: bytes) -> _Record:
 
 def with_source(record: _WithSources, known: Known) -> _WithSources:
     """The same record with one more source, the newest first; beyond a limit the oldest goes."""
-    others = [each for each in record.sources if _place(each) != _place(known)]
-    return dataclasses.replace(record, sources=(known, *others)[:_SOURCES_LIMIT])
+    return record._replace(sources=_with(record.sources, known))
+
+
+def _with(sources: tuple[Known, ...], known: Known) -> tuple[Known, ...]:
+    others = [each for each in sources if _place(each) != _place(known)]
+    return (known, *others)[:_SOURCES_LIMIT]
 
 
 def _place(known: Known) -> tuple[int, int, str]:

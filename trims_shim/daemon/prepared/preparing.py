@@ -24,7 +24,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trims_shim.config import PACKAGE_DIRECTORY
 from trims_shim.errors import WireError
@@ -57,8 +57,7 @@ _BOOT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
+class Order(NamedTuple):
     """What a preparer is asked, and the Python that it runs in.
 
     The request's descriptor stays the caller's. Its directory is empty at first; if the reply has

@@ -22,8 +22,8 @@ import queue
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.offers import Offer
@@ -87,8 +87,7 @@ _END_PATIENCE_S = 10.0
 _Reply = TypeVar("_Reply")
 
 
-@dataclass(frozen=True, slots=True)
-class _Scanned:
+class _Scanned(NamedTuple):
     """The directory was scanned."""
 
     scan: Scan
@@ -97,8 +96,7 @@ class _Scanned:
     problem: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Opening:
+class _Opening(NamedTuple):
     """A request for a model, and what came with it: perhaps nothing."""
 
     request: Request
@@ -427,7 +425,7 @@ class PreparedModels:
             event.answer.put(False)
             return
         if event.found is not None and job.key not in self._published:
-            self._adopt(replace(event.found, used_ns=time.time_ns()))
+            self._adopt(event.found._replace(used_ns=time.time_ns()))
             self._execute(self._store.fit())
         verdict = self._store.hashed(
             job.number,

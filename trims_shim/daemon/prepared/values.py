@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from trims_shim.specs import Digest, Identity
 
@@ -39,8 +39,7 @@ Flight: TypeAlias = Hashable
 """What a client asked for, as far as it is known before the model is hashed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(NamedTuple):
     """What a model is: its digest, and that of each file that holds its weights, by location.
 
     ``place`` is empty if nobody else may change these files. Else it tells them from all others:
@@ -52,8 +51,7 @@ class Content:
     place: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
+class Known(NamedTuple):
     """A model's file of this identity has this content.
 
     With external files, only if it is found in ``directory``, and while their identities are
@@ -66,8 +64,7 @@ class Known:
     externals: tuple[Identity, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A prepared model that exists."""
 
     key: str
@@ -78,8 +75,7 @@ class Entry:
     names: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Asking:
+class Asking(NamedTuple):
     """A client's request; ``key`` is empty while the content of the offered file is not known."""
 
     session: int
@@ -89,8 +85,7 @@ class Asking:
     runtime: str
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """Why a model was not prepared, or will not be, at least for now."""
 
     reason: str
@@ -98,16 +93,14 @@ class Failure:
     is_lasting: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     """The entry exists, and is leased."""
 
     lease: int
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(NamedTuple):
     """Prepare the model."""
 
     job: int
@@ -126,16 +119,14 @@ class Unknown:
 Answer: TypeAlias = Grant | Start | Wait | Unknown | Failure
 
 
-@dataclass(frozen=True, slots=True)
-class DropEntry:
+class DropEntry(NamedTuple):
     """Delete the files of an entry."""
 
     key: str
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class KeepRefusal:
+class KeepRefusal(NamedTuple):
     """Write down that a model cannot be prepared, for later daemons."""
 
     key: str
@@ -145,8 +136,7 @@ class KeepRefusal:
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DropRefusal:
+class DropRefusal(NamedTuple):
     """Forget a refusal that was written down."""
 
     key: str
@@ -155,8 +145,7 @@ class DropRefusal:
 Action: TypeAlias = DropEntry | KeepRefusal | DropRefusal
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Whether to go on with a preparation, and the actions that make room for it."""
 
     is_wanted: bool
