@@ -95,7 +95,7 @@ def _prepare(run: Run, model: Model, prepared: Prepared, *, is_every_way: bool) 
         return False
     if is_every_way:
         prepared.prepare(model, OFF)
-    run.findings.samples[f"entry of {model.name}"] = entry._asdict()
+    run.findings.samples[f"entry of {model.name}"] = dataclasses.asdict(entry)
     size = Summary.of([float(entry.size_bytes)])
     ratio = Summary.of([entry.size_bytes / model.size_bytes])
     baseline = Summary.of([float(model.size_bytes)])

@@ -871,7 +871,7 @@ def test_a_range_is_given_to_one_parameter_only(prepare: Callable[..., None]) ->
 
 
 def test_a_target_gives_every_byte_away_once() -> None:
-    target = torch_elision._Target(torch.UntypedStorage(0))
+    target = torch_elision._Target(torch.UntypedStorage(0), [], [])
     assert target.take(100, 200)
     assert target.take(300, 400)
     assert target.take(200, 300)
