@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import logging
 import os
 import sys
@@ -18,7 +17,7 @@ from trims_shim.cli.exits import Exit
 from trims_shim.cli.text import counted, duration, print_json, size
 from trims_shim.client.connection import Connection
 from trims_shim.errors import DaemonTimeout, DaemonUnavailable
-from trims_shim.wire import admin, handover, messages
+from trims_shim.wire import admin, codec, handover, messages
 from trims_shim.wire import endpoint as endpoints
 from trims_shim.wire.endpoint import Endpoint
 
@@ -60,7 +59,7 @@ def stop(arguments: argparse.Namespace) -> Exit:
     """Ask the daemon to stop and wait until its process is gone."""
     stopped = stop_daemon(_endpoint(), timeout_s=arguments.timeout)
     if arguments.json:
-        print_json({"stopped": True, **dataclasses.asdict(stopped)})
+        print_json({"stopped": True, **codec.plain(stopped)})
     else:
         print("\n".join(_describe(stopped)))
     return Exit.OK
