@@ -194,17 +194,8 @@ def _has_fields(kind: Any) -> bool:
     return hasattr(kind, "_fields") or dataclasses.is_dataclass(kind)
 
 
-def _names(kind: Any) -> tuple[str, ...]:
-    if dataclasses.is_dataclass(kind):
-        return tuple(each.name for each in dataclasses.fields(kind))
-    names: tuple[str, ...] = kind._fields
-    return names
-
-
 def _fields(kind: Any) -> tuple[tuple[str, Any], ...]:
     found = _FIELDS.get(kind)
     if found is None:
-        hints = typing.get_type_hints(kind)
-        found = tuple((name, hints[name]) for name in _names(kind))
-        _FIELDS[kind] = found
+        found = _FIELDS[kind] = tuple(typing.get_type_hints(kind).items())
     return found
