@@ -42,7 +42,9 @@ def devices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
         monkeypatch, *torch_module.POINTS[:1], *safetensors_device.POINTS, *safetensors_model.POINTS
     ) as devices:
         yield devices
-    assert safetensors.safe_open is safetensors.torch.safe_open is Theirs.safe_open
+    assert safetensors.safe_open is safetensors.torch.safe_open
+    # A torch built with CUDA has the patch of an import again.
+    assert torch.version.cuda or safetensors.safe_open is Theirs.safe_open
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -428,7 +430,8 @@ def test_four_bit_tensors_are_the_compiled_ones(devices: Devices, tmp_path: Path
     safetensors.torch.save_file({"four": packed, "w": torch.randn(SIDE, SIDE)}, path)
     file = safetensors.safe_open(path, "pt", device="cuda")
     assert shared(file.get_tensor("w"))
-    assert "CUDA" in outcome(lambda: file.get_tensor("four"))[1]  # it got as far as the copy
+    message = outcome(lambda: file.get_tensor("four"))[1]
+    assert "CUDA" in message or "NVIDIA" in message  # it got as far as the copy
 
 
 def test_state_dicts_can_be_copied(devices: Devices, path: str) -> None:

@@ -435,7 +435,7 @@ def test_registered_buffers(sharing: Net, path: str) -> None:
     assert shared(state["second.weight"])
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")  # deprecated, torch says
 def test_a_buffer_of_a_script_becomes_private(sharing: Net, path: str) -> None:
     script = torch.jit.script(nn.BatchNorm1d(SIDE * SIDE))
     state = torch.load(path, map_location="cuda")
