@@ -232,9 +232,10 @@ class Openings:
         """Give up images that nobody has used for long."""
         if self.keep_unused_s == math.inf:
             return
-        before_ns = time.time_ns() - int(self.keep_unused_s * 1e9)
+        now_ns = time.time_ns()
+        before_ns = now_ns - int(self.keep_unused_s * 1e9)
         for tier in self._tiers:
-            actions = tier.store.expire(before_ns)
+            actions = tier.store.expire(before_ns, now_ns)
             if actions:
                 self._front.counters["expired"] += len(actions) // 2
                 # Host memory would not keep it either.
