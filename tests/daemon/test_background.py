@@ -81,5 +81,7 @@ def test_a_kernel_that_grants_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "setrlimit", refuse)
     monkeypatch.setattr(background, "open", refuse, raising=False)
     monkeypatch.setattr(background, "_IOPRIO_SET", {})
+    monkeypatch.setattr(background, "_SET_MEMPOLICY", {})
     background.give_way()
+    background.be_ordinary()
     background.be_expendable()

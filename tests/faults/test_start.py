@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import grp
 import os
 import resource
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from harness import LARGE_BYTES, World, content, process_state, raw_connection, wait_until
 
+from trims_shim.daemon import background
 from trims_shim.daemon import main as daemon_main
 from trims_shim.errors import ConfigError, DaemonUnavailable, IncompatibleDaemon, TrimsError
 from trims_shim.wire import admin, codec, endpoint, messages
@@ -193,6 +195,27 @@ def test_processors_and_niceness_of_its_starter_are_not_the_daemon_s(world: Worl
     )
     assert os.sched_getaffinity(pid) >= ours & os.sched_getaffinity(1)
     assert nice == nicest
+
+
+def test_priorities_and_memory_nodes_of_its_starter_are_not_the_daemon_s(world: World) -> None:
+    """Those of `chrt`, `ionice` and `numactl`: it serves those in a hurry, too."""
+    machine = os.uname().machine
+    if machine not in background._IOPRIO_SET:
+        pytest.skip("the numbers of the system calls are not known here")
+    bind, of_process, idle = 2, 1, 3
+    pid = world.run(
+        "import ctypes\n"
+        "from trims_shim.daemon import background\n"
+        "os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))\n"
+        f"background._call(background._IOPRIO_SET, {of_process}, 0, {idle} << 13)\n"
+        "node = ctypes.c_ulong(1)\n"
+        f"background._call(background._SET_MEMPOLICY, {bind}, ctypes.addressof(node), 64)\n"
+        "say(cache().welcome(may_start=True).pid)\n"
+    )
+    ioprio_get = background._IOPRIO_SET[machine] + 1
+    assert os.sched_getscheduler(pid) == os.SCHED_OTHER
+    assert ctypes.CDLL(None).syscall(ioprio_get, of_process, pid) >> 13 != idle
+    assert "bind" not in Path(f"/proc/{pid}/numa_maps").read_text()
 
 
 def test_a_fork_during_the_start_holds_nobody_up(world: World) -> None:

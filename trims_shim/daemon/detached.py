@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from trims_shim.children import be_called
-from trims_shim.daemon.background import be_expendable
+from trims_shim.daemon.background import be_expendable, be_ordinary
 
 if TYPE_CHECKING:
     from typing import TextIO
@@ -45,6 +45,7 @@ def main(report_descriptor: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.umask(0o022)
     _lift_limits()
+    be_ordinary()
     logging.basicConfig(
         level=logging.INFO,
         format="%(asctime)s %(process)d %(levelname)s %(message)s",
@@ -85,7 +86,7 @@ class LogHandler(_StreamHandler):
 
 
 def _lift_limits() -> None:
-    """Lift limits that the program set for itself (`ulimit -S`, `taskset`, `nice`), not for us."""
+    """Lift limits that the program set for itself (`ulimit -S`, `taskset`), not for us."""
     for limit in _LIMITS:
         _, hard = resource.getrlimit(limit)
         with contextlib.suppress(ValueError, OSError):
@@ -93,8 +94,6 @@ def _lift_limits() -> None:
     with contextlib.suppress(OSError):
         # Not all processors: some may be kept free for others (isolcpus).
         os.sched_setaffinity(0, os.sched_getaffinity(0) | os.sched_getaffinity(1))
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, min(0, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def _see_all_devices() -> None:
