@@ -258,6 +258,12 @@ class TestLife:
             packet = handover.receive(each)
             assert packet is not None
             assert len(packet.message.token) == 16
+        with pytest.raises(ConnectionResetError):  # its Hello was not read; that comes first
+            handover.receive(clients[2])
+        refusal = handover.receive(clients[2])
+        assert refusal is not None
+        assert refusal.message.error == "TooManyRequests"
+        assert server.counters["refused_clients"] == 1
         with pytest.raises(ConnectionError):
             clients[2].send(b"?")
         assert len(server.sessions) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import threading
 import time
@@ -12,7 +13,8 @@ from harness import World, content, open_descriptors, open_path, wait_until
 
 from trims_shim.client.arenas import Arena
 from trims_shim.client.cache import Cache
-from trims_shim.errors import NoSpace, TrimsError
+from trims_shim.client.connection import Connection
+from trims_shim.errors import NoSpace, TooManyRequests, TrimsError
 from trims_shim.memory import host
 from trims_shim.specs import SegmentKind
 from trims_shim.wire import admin
@@ -282,6 +284,32 @@ def test_more_images_than_the_daemon_has_descriptors(running: World, is_held: bo
     for _ in range(3):
         assert bytes_of(open_path(running.cache(), paths[0])) == content(1, 4096)
     running.assert_account()
+
+
+def test_more_clients_than_the_daemon_has_descriptors(running: World) -> None:
+    """Found: each took the daemon for dead, tried to start another, and warned of `daemon_died`."""
+    pid = running.pid()
+    path = running.file(1)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (64, 64))
+    endpoint = running.cache().endpoint
+    connections: list[Connection] = []
+    with contextlib.suppress(TooManyRequests):
+        while True:
+            connections.append(Connection(endpoint, stall_timeout_s=5))
+            assert connections[-1].welcome.pid == pid
+    assert len(connections) > 4
+    said = running.run(
+        "from trims_shim import diagnostics\n"
+        f"try: open_file({path!r}); said = ''\n"
+        "except errors.TooManyRequests as error: said = str(error)\n"
+        "say([said, diagnostics.stats().events.get('daemon:started', 0)])\n"
+    )
+    assert "ulimit" in said[0]
+    assert said[1] == 0
+    for each in connections:
+        each.close()
+    wait_until(lambda: len(running.status().clients) < 3, "the connections closed")
+    assert bytes_of(open_path(running.cache(), path)) == content(1)
 
 
 @pytest.mark.parametrize("spare", [0, 2, 4, 6, 8, 12, 16, 18, 20, 24])

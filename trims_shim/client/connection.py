@@ -311,6 +311,8 @@ class Connection:
         packet = self._next_packet(time.monotonic() + self._answer_timeout_s)
         if packet.descriptor is not None:
             os.close(packet.descriptor)
+        if isinstance(packet.message, messages.ErrorReply):
+            raise error_from(packet.message)  # It is one connection too many.
         if not isinstance(packet.message, messages.Welcome):
             raise DaemonUnavailable(f"the daemon answered Hello with {packet.message!r:.200}")
         self._welcome = packet.message

@@ -34,7 +34,7 @@ from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.prepared.serving import PreparedModels
 from trims_shim.daemon.requests import Daemon, add_counters, handle
-from trims_shim.daemon.sessions import Session, Sessions, descriptors_are_scarce
+from trims_shim.daemon.sessions import Session, Sessions
 from trims_shim.daemon.tiers import Tier, Tiers
 from trims_shim.daemon.values import Announce
 from trims_shim.errors import (
@@ -224,16 +224,18 @@ class Server(Daemon):
                 self._warn_of_accept(error)
                 time.sleep(0.01)
                 return
-            # Its control connection will take another one.
-            if descriptors_are_scarce(connection.fileno(), reserved=len(self.sessions) + 1):
-                self._warn_of_accept("almost out of file descriptors (see `ulimit -n`)")
+            try:
+                session = self.sessions.accept(connection, time.time_ns())
+            except TooManyRequests as error:
+                self._warn_of_accept(error)
+                # Without a word, it would take us for dead and try to start another daemon.
+                with contextlib.suppress(OSError):
+                    handover.send(connection, self.error_reply(error))
                 connection.close()
                 continue
-            session = self.sessions.accept(connection, time.time_ns())
-            if session is not None:
-                self._selector.register(connection, selectors.EVENT_READ, session)
-                # Its Hello, and the request behind it, may have arrived.
-                self._read_session(session, _PACKETS_OF_A_GREETING)
+            self._selector.register(connection, selectors.EVENT_READ, session)
+            # Its Hello, and the request behind it, may have arrived.
+            self._read_session(session, _PACKETS_OF_A_GREETING)
             if self.is_stopping:
                 return  # That packet asked to stop, and the listener is closed.
 

@@ -79,14 +79,19 @@ class Sessions:
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._by_number.values()))
 
-    def accept(self, connection: socket.socket, now_ns: int) -> Session | None:
-        """A new session, or None (connection closed) when its user has too many."""
+    def accept(self, connection: socket.socket, now_ns: int) -> Session:
+        """A new session. Raises TooManyRequests; then the connection is still the caller's."""
         connection.setblocking(False)
         peer = peer_of(connection)
+        # Its control connection will take another one.
+        if descriptors_are_scarce(connection.fileno(), reserved=len(self) + 1):
+            raise TooManyRequests(
+                "the daemon is almost out of file descriptors; raise `ulimit -H -n`, and "
+                f"`kill {os.getpid()}`"
+            )
         mine = sum(1 for each in self._by_number.values() if each.peer.uid == peer.uid)
         if mine >= self.limits.sessions_per_user:
-            connection.close()
-            return None
+            raise TooManyRequests(f"user {peer.uid} has {mine} connections to the daemon")
         return self.add(connection, peer, now_ns)
 
     def add(self, connection: socket.socket, peer: Peer, now_ns: int) -> Session:
