@@ -105,6 +105,7 @@ PACKETS: dict[str, bytes] = {
     + msgpack.packb("Hello")
     + msgpack.packb("protocol")
     + nested(2000),
+    "deep in the verb": b"\x81" + msgpack.packb("verb") + nested(1000),
     "a length of 4 GiB": b"\xdf\xff\xff\xff\xff",
     "a string of 4 GiB": b"\xdb\xff\xff\xff\xff",
     "unknown verb": pack(verb="Format"),

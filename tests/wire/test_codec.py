@@ -168,6 +168,8 @@ def test_deep_nesting(depth: int) -> None:
         codec.decode(b"\x91" * depth)
     with pytest.raises(WireError):
         codec.decode(b"\x82\xa4verb\xa9FileOffer\xa6ticket" + b"\x91" * depth + b"\x01")
+    with pytest.raises(WireError):  # msgpack nests as deep as repr() cannot
+        codec.decode(b"\x81\xa4verb" + b"\x91" * depth + b"\x01")
 
 
 def test_the_length_limit_is_exact() -> None:

@@ -130,7 +130,9 @@ def _to_map(message: Any) -> dict[str, Any]:
 
 def _from_map(body: dict[str, Any]) -> Any:
     verb = body.get("verb")
-    kind = _kind(verb) if isinstance(verb, str) else None
+    if not isinstance(verb, str):  # It is not shown: lists can nest deeper than repr() can follow.
+        raise UnknownMessage(f"message of the kind {type(verb).__name__}, not a name")
+    kind = _kind(verb)
     if kind is None:
         raise UnknownMessage(f"unknown message {verb!r:.60}; is the other side newer?")
     return _build(kind, body)
