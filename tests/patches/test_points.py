@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib.machinery
+import itertools
 import signal
 import sys
 import types
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from trims_shim import patches
 from trims_shim.errors import PatchError
 from trims_shim.patches import points
 from trims_shim.patches.importing import call_when_imported
@@ -177,6 +180,60 @@ class TestApply:
         patch = apply(PatchPoint("builtins:int.bit_length", "", wrapped))
         assert patch.state is PatchState.SKIPPED
         assert "TypeError" in patch.reason
+
+
+class TestInterrupts:
+    """An import that Ctrl-C ends, wherever it is, and that is tried again, patches once."""
+
+    @pytest.fixture
+    def patch_file(self, library: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+        file = types.ModuleType("trims_shim.patches.fake_file")
+        both = (point("load"), point("Loader.own"))
+        monkeypatch.setattr(file, "POINTS", both, raising=False)
+        monkeypatch.setitem(sys.modules, file.__name__, file)
+        library.__spec__ = importlib.machinery.ModuleSpec("fake_library", None)
+        line = ("fake_file", ("fake",), ("fake_library",), False)
+        monkeypatch.setattr(patches, "PATCH_FILES", (line,))
+        for name, fresh in (("_is_enabled", False), ("_applied", {}), ("_requested", set())):
+            monkeypatch.setattr(patches, name, fresh)
+        monkeypatch.setattr(patches, "_preload", lambda: None)
+        return "fake_file"
+
+    def test_at_every_instruction(self, library: Any, patch_file: str) -> None:
+        """Found: between the change of the library and the note of it, which then came twice."""
+        for moment in itertools.count(1):
+            if not interrupted_after(moment, lambda: patches.enable(("fake",))):
+                break
+            patches.enable(("fake",))
+            assert library.load(3) == ("ours", 30), moment
+            assert library.Loader().own() == ("ours", "own"), moment
+            patches.disable()
+            assert (library.load(3), library.Loader().own()) == (30, "own"), moment
+        assert moment > 100
+
+
+def interrupted_after(moment: int, call: Callable[[], None]) -> bool:
+    """Whether a call was ended by KeyboardInterrupt, before its ``moment``-th instruction."""
+    traced = {function.__code__ for function in (patches.enable, patches._apply, apply)}
+    seen = itertools.count(1)
+
+    def trace(frame: types.FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code not in traced:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and next(seen) == moment:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
 
 
 class TestUndo:

@@ -87,8 +87,8 @@ def enable(libraries: tuple[str, ...], *, elide_copies: bool = True) -> None:
                 continue
             if patch_file == ELIDING and not elide_copies:
                 continue
-            _requested.add(patch_file)
             try:
+                _requested.add(patch_file)
                 _when_imported(modules, functools.partial(_apply, patch_file))
             except BaseException:  # of a signal handler: who calls again wants it, too
                 _requested.discard(patch_file)
@@ -141,10 +141,10 @@ def _apply(patch_file: str) -> None:
         if patch_file not in _requested or patch_file in _applied:
             return
         points = importlib.import_module(f"{__name__}.{patch_file}").POINTS
-        _applied[patch_file] = done = []
         try:
+            done = _applied.setdefault(patch_file, [])
             for point in points:
-                done.append(apply(point))
+                apply(point, done)
         except BaseException:  # of a signal handler: the next call starts anew
             _undo(patch_file)
             raise

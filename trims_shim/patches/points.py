@@ -108,27 +108,34 @@ def _namespace(parent: Any) -> Mapping[str, Any]:
     return getattr(parent, "__dict__", {})
 
 
-def apply(point: PatchPoint) -> AppliedPatch:
+def apply(point: PatchPoint, done: list[AppliedPatch] | None = None) -> AppliedPatch:
     """Apply a patch point whose library is imported. The result says all.
 
-    Raises nothing but what a signal handler of the program raises meanwhile.
+    It is in ``done`` before the library is changed: what a signal handler of the program raises
+    meanwhile passes, and whoever catches it can undo all that was done. Raises nothing else.
     """
+    patch = AppliedPatch(point, PatchState.SKIPPED)
+    if done is not None:
+        done.append(patch)
     try:
         found = resolve(point.target)
-        reason = point.probe()
-        if reason:
-            return AppliedPatch(point, PatchState.SKIPPED, reason)
-        replacement = point.wrap(found.original)
-        setattr(found.parent, found.attribute, replacement)
+        patch.reason = point.probe() or ""
+        if patch.reason:
+            return patch
+        patch.found, patch.replacement = found, point.wrap(found.original)
+        patch.state = PatchState.APPLIED
+        setattr(found.parent, found.attribute, patch.replacement)
     except PatchError as error:
-        return AppliedPatch(point, PatchState.SKIPPED, str(error))
+        patch.reason = str(error)
+        return patch
     # Border: a probe or wrapper that fails on an unknown version must not disturb the program.
     except Exception as error:
         diagnostics.pass_on(error)
-        return AppliedPatch(point, PatchState.SKIPPED, f"{type(error).__name__}: {error}")
+        patch.state, patch.reason = PatchState.SKIPPED, f"{type(error).__name__}: {error}"
+        return patch
     if point.has_holders and not _is_being_imported(_home(point)):
-        rebind(found.original, replacement, home=_home(point))
-    return AppliedPatch(point, PatchState.APPLIED, found=found, replacement=replacement)
+        rebind(found.original, patch.replacement, home=_home(point))
+    return patch
 
 
 def undo(patch: AppliedPatch) -> None:
