@@ -257,6 +257,31 @@ def test_an_interrupted_import_that_is_tried_again(run: Run, at: str) -> None:
     run(INTERRUPTED, AT=at)
 
 
+@pytest.mark.parametrize("broken", ["config", "late_imports", "patches", "patches.importing"])
+def test_what_breaks_the_import_of_our_code_breaks_no_program(run: Run, broken: str) -> None:
+    """Found with beartype.claw.beartype_all(): it looks up what is imported for type checkers."""
+    done = run(
+        f"import sys; sys.modules['trims_shim.{broken}'] = None; import trims_shim\n"
+        "import safetensors.numpy as library; library.load_file(sys.argv[1])"
+    )
+    assert done.stderr.count("trims_shim stays inactive: ModuleNotFoundError") == 1
+    assert done.stderr.count("\n") == 1
+
+
+def test_what_a_signal_handler_raises_ends_the_import(run: Run) -> None:
+    """A time limit holds for the import of the shim as well."""
+    done = run(
+        "import signal, sys\n"
+        "def expire(number, frame): raise TimeoutError('time is up')\n"
+        "def find(name, *_): name == 'trims_shim.patches' and signal.raise_signal(signal.SIGALRM)\n"
+        "signal.signal(signal.SIGALRM, expire)\n"
+        "sys.meta_path.insert(0, type('Finder', (), {'find_spec': staticmethod(find)}))\n"
+        "import trims_shim",
+        status=1,
+    )
+    assert done.stderr.endswith("TimeoutError: time is up\n")
+
+
 def test_unusable_setting_leaves_everything_alone_and_warns_once(run: Run) -> None:
     done = run(
         "import sys, safetensors.numpy as library; original = library.load_file\n"

@@ -18,6 +18,17 @@ config_problem = ""
 
 def activate() -> None:
     """Patch the configured libraries; on an unusable setting, patch nothing and log a warning."""
+    try:
+        _activate()
+    # Border: a tool that changes code at its import (beartype.claw) may break ours, but no program.
+    except Exception as error:
+        from trims_shim import diagnostics
+
+        diagnostics.pass_on(error)
+        _stay_inactive(f"{type(error).__name__}: {error}")
+
+
+def _activate() -> None:
     global config_problem
     from trims_shim import config as configuration
     from trims_shim.errors import ConfigError

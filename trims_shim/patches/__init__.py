@@ -81,7 +81,6 @@ def enable(libraries: tuple[str, ...], *, elide_copies: bool = True) -> None:
     """
     global _is_enabled
     with no_fork(), _lock:
-        _is_enabled = True
         for patch_file, wanted_by, modules, _ in PATCH_FILES:
             if not set(wanted_by) & set(libraries) or patch_file in _requested:
                 continue
@@ -93,6 +92,7 @@ def enable(libraries: tuple[str, ...], *, elide_copies: bool = True) -> None:
             except BaseException:  # of a signal handler: who calls again wants it, too
                 _requested.discard(patch_file)
                 raise
+        _is_enabled = True
 
 
 def _when_imported(modules: tuple[str, ...], hook: Callable[[], None]) -> None:
