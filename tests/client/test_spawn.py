@@ -9,12 +9,17 @@ import os
 import queue
 import resource
 import socket
+import subprocess
 import sys
 import threading
+import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import blake3
+import msgpack
 import pytest
+import zmq
 from harness import PATIENCE_S
 
 from trims_shim import children
@@ -31,6 +36,9 @@ from trims_shim.wire import handover
 from trims_shim.wire.endpoint import Endpoint
 
 pytestmark = pytest.mark.usefixtures("no_leak")
+
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.fixture
@@ -240,6 +248,41 @@ def serve(endpoint: Endpoint) -> None:
     with handover.new_socket() as listener:
         listener.bind(endpoint.handover + ".new")
     os.rename(endpoint.handover + ".new", endpoint.handover)
+
+
+HOOK = """
+import importlib.util, sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        return importlib.util.spec_from_file_location(name, {file!r}) if name == "msgpack" else None
+sys.meta_path.append(Finder)
+"""
+START = """
+import sys
+from trims_shim.client import spawn
+from trims_shim.wire.endpoint import Endpoint
+spawn.start(Endpoint(sys.argv[1]), timeout_s=float(sys.argv[2]))
+"""
+
+
+def test_a_package_that_only_a_hook_of_site_finds(endpoint: Endpoint, tmp_path: Path) -> None:
+    """Found: no daemon started, which runs without site, beside some editable packages."""
+    venv.create(tmp_path / "env")
+    (site_packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    (site_packages / "hook.pth").write_text("import hook_of_msgpack")
+    (site_packages / "hook_of_msgpack.py").write_text(HOOK.format(file=msgpack.__file__))
+    for package in (zmq, blake3):
+        home = Path(package.__file__).parent
+        (site_packages / home.name).symlink_to(home)
+    done = subprocess.run(
+        [tmp_path / "env/bin/python", "-c", START, endpoint.directory, str(PATIENCE_S)],
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr + Path(endpoint.log).read_text()
+    stop_daemon(endpoint, timeout_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize("is_left", [False, True], ids=["none", "a killed daemon's"])

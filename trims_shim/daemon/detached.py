@@ -51,9 +51,22 @@ def main(report_descriptor: int) -> None:
         format="%(asctime)s %(process)d %(levelname)s %(message)s",
         handlers=[LogHandler()],
     )
-    from trims_shim.daemon.main import run
+    try:
+        from trims_shim.daemon.main import run
+    except ImportError:
+        _run_site()
+        from trims_shim.daemon.main import run
 
     sys.exit(run(report_descriptor=report_descriptor))
+
+
+def _run_site() -> None:
+    """Do what the start without ``site`` has saved: its hooks may be all that finds a package."""
+    import site
+
+    paths = list(sys.path)
+    site.main()
+    sys.path[:] = paths
 
 
 class LogHandler(_StreamHandler):

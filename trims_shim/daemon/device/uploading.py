@@ -442,7 +442,7 @@ def _launch(
         [
             sys.executable,
             "-I",
-            "-S",
+            *([] if "site" in sys.modules else ["-S"]),  # as this process
             "-c",
             _BOOT,
             json.dumps(search_path()),
