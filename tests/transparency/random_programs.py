@@ -26,6 +26,7 @@ from typing import Any
 import safetensors
 import safetensors.torch
 import torch
+import torch._dynamo  # as the first optimizer of a program does, for two seconds
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
