@@ -130,12 +130,11 @@ feed = {"x": numpy.ones((2, 64), numpy.float32), "ids": numpy.arange(2)}
 print(session.run(None, feed)[0].tobytes().hex(), flush=True)
 """
 ENDS = {
-    "alive": "session.own = session\n",
     "at_exit": (
+        "session.own = session\n"
         "atexit.register(lambda: print(session.run(None, feed)[0].sum()))\n"
         "raise KeyError('an error')\n"
     ),
-    "hard": "import os\nos._exit(9)\n",
     "thread": (
         "import threading\n"
         "def work():\n    for _ in range(200): session.run(None, feed)\n    print('done')\n"

@@ -78,42 +78,27 @@ def parent_drops_while_child_uses(work: Work) -> object:
     return [json.loads(os.read(answer_reading, 1 << 20)), again]
 
 
-def _queue_child(queue: Any, back: Any) -> None:
+def _child(path: str, argument: Any, queue: Any, back: Any) -> None:
     received = queue.get(timeout=50)
     received["weight"].add_(100)
-    back.put([described_here(received), os.path.basename(os.getcwd())])
+    seen = described_here([argument, received, torch.load(path)])
+    back.put([seen, os.path.basename(os.getcwd())])
 
 
 @cases({"fork": "fork", "spawn": "spawn"}, served=True)
-def queue(work: Work, method: str) -> object:
+def process_gets_tensors(work: Work, method: str) -> object:
     """Through a queue tensors move to shared memory: the child's write is seen here."""
     context = mp.get_context(method)
-    loaded = torch.load(work.file("model.pt", saved(state())))
+    path = str(work.file("model.pt", saved(state())))
+    argument, loaded = torch.load(path), torch.load(path)
     there, back = context.Queue(), context.Queue()
-    process = context.Process(target=_queue_child, args=(there, back))
+    process = context.Process(target=_child, args=(path, argument, there, back))
     process.start()
     there.put(loaded)
     seen, _ = back.get(timeout=50)
     process.join(50)
     shared = {name: tensor.is_shared() for name, tensor in loaded.items()}
-    return [seen, loaded, shared, process.exitcode]
-
-
-def _argument_child(path: str, loaded: Any, target: str) -> None:
-    with open(target, "w") as file:
-        json.dump(described_here([loaded, torch.load(path)]), file)
-
-
-@case(served=True)
-def spawned_process_gets_tensors(work: Work) -> object:
-    path = str(work.file("model.pt", saved(state())))
-    context = mp.get_context("spawn")
-    loaded = torch.load(path)
-    process = context.Process(target=_argument_child, args=(path, loaded, "seen.json"))
-    process.start()
-    process.join(50)
-    with open("seen.json") as file:
-        return [json.load(file), process.exitcode, loaded]
+    return [seen, argument, loaded, shared, process.exitcode]
 
 
 class Rows(Dataset):  # type: ignore[type-arg]

@@ -33,82 +33,53 @@ ORDERS = ("first", "last")
 
 
 def _script(
-    work: Work,
-    name: str,
-    imports: str,
-    body: str,
-    *,
-    options: tuple[str, ...] = (),
-    orders: tuple[str, ...] = ORDERS,
+    work: Work, name: str, imports: str, body: str, *, options: tuple[str, ...] = ()
 ) -> list[object]:
     """Run a program of its own, with the shim imported first and last where there is a shim."""
     text = SCRIPT.format(imports=imports, body=body)
     path = work.file(f"{name}.py", lambda path: path.write_text(text))
     seen: dict[str, list[object]] = {}
-    for order in orders:
+    for order in ORDERS:
         # Without the shim there is one program only, whose answer stands for all orders.
         spoken = order if os.environ["TRIMS_ENABLED"] == "1" else "never"
         if spoken not in seen:
             command = [sys.executable, *options, str(path), spoken]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
             seen[spoken] = [done.returncode, done.stdout, done.stderr]
-    return [list(seen.get(order, seen.get("never", []))) for order in orders]
+    return [list(seen.get(order, seen.get("never", []))) for order in ORDERS]
 
 
-@case()
-def program_with_warnings_as_errors(work: Work) -> object:
+STRICT = """
+module = torch.nn.Linear(320, 1024, bias=False)
+def load():
+    loaded = torch.load("model.pt")
+    print(sorted(loaded), loaded["bulk"].sum().item(), loaded["bias"].tolist())
+    print(module.load_state_dict({"weight": loaded["bulk"]}), module.weight.sum().item())
+load()
+gc.collect()
+with open(b"model.pt", "rb") as file:
+    loaded = torch.load(file)
+atexit.register(lambda: print(loaded["bias"].tolist()))
+class C: pass
+c = C()
+c.c, c.t = c, loaded
+raise SystemExit(loaded["bias"].sum().item())
+"""
+
+
+@case(timeout_s=240.0)
+def program_that_is_strict(work: Work) -> object:
+    """Warnings are errors, ``-X dev`` reports descriptors that are never closed, and ``-bb`` makes
+    an error of ``str()`` of bytes, which the name of an open file may be. At its end tensors are
+    alive, in a cycle and for an exit handler, and its exit code is an error.
+    """
     _model(work)
-    body = (
-        "loaded = torch.load('model.pt')\n"
-        "print(sorted(loaded), loaded['bulk'].sum().item(), loaded['bias'].tolist())\n"
-        "module = torch.nn.Linear(320, 1024, bias=False)\n"
-        "print(module.load_state_dict({'weight': loaded['bulk']}), module.weight.sum().item())\n"
-    )
     # Other libraries warn while they are imported: errors only afterwards.
-    imports = "import warnings, torch\nwarnings.simplefilter('error')"
-    return _script(work, "strict", imports, body)
-
-
-@case()
-def program_in_development_mode(work: Work) -> object:
-    """``-X dev`` reports descriptors that are never closed, and more."""
-    _model(work)
-    body = (
-        "warnings.simplefilter('always')\n"
-        "loaded = torch.load('model.pt')\n"
-        "del loaded\n"
-        "gc.collect()\n"
-        "print('done')\n"
+    imports = (
+        "import atexit, gc, warnings\nwarnings.simplefilter('ignore')\n"
+        "import torch\nwarnings.simplefilter('error')"
     )
-    imports = "import gc, warnings\nwarnings.simplefilter('ignore')\nimport torch"
-    return _script(work, "development", imports, body, options=("-X", "dev"), orders=("first",))
-
-
-@case()
-def program_that_takes_no_bytes_for_text(work: Work) -> object:
-    """``-bb`` makes an error of ``str()`` of bytes, which the name of an open file may be."""
-    _model(work)
-    body = "print(torch.load(open(b'model.pt', 'rb'))['bias'].tolist())\n"
-    return _script(work, "bytes", "import torch", body, options=("-bb",), orders=("first",))
-
-
-@case()
-def program_ends_in_every_way(work: Work) -> object:
-    """Exit handlers, tensors alive at the end, an error, exit codes."""
-    _model(work)
-    start = "loaded = torch.load('model.pt')\n"
-    ends = {
-        "normal": (
-            "import atexit\natexit.register(lambda: print(loaded['bias'].tolist()))\n"
-            "class C: pass\nc = C()\nc.c, c.t = c, loaded\n"
-            "raise SystemExit(loaded['bias'].sum().item())\n"
-        ),
-        "hard": "print('hard', flush=True)\nimport os\nos._exit(7)\n",
-    }
-    return {
-        name: _script(work, name, "import torch", start + end, orders=("first",))
-        for name, end in ends.items()
-    }
+    return _script(work, "strict", imports, STRICT, options=("-X", "dev", "-bb"))
 
 
 @case()
