@@ -1,7 +1,7 @@
 """Measure how much faster this test suite gets with the cache: ``python compare.py [--rounds N]``.
 
-Runs the suite without and with ``--trims``, alternating, after one uncounted run of each, which
-writes the checkpoint. Every run with ``--trims`` starts a daemon of its own and stops it, so
+Runs the suite without and with ``--trims``, alternating, after an uncounted run, which writes the
+checkpoint. Every run with ``--trims`` starts a daemon of its own and stops it, so
 its first load is a cold one; that is in the numbers. Prints medians of the time of whole pytest
 processes, and of the tests alone as pytest reports them.
 """
@@ -41,7 +41,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
     without, with_trims = [], []
-    run_suite()
     run_suite("--trims")
     for _ in range(rounds):
         without.append(run_suite())
