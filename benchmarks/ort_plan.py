@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import time
@@ -138,9 +139,14 @@ class Model:
         return f"{self.name} ({mega:.0f} MB)" if mega >= 10 else f"{self.name} ({mega:.1f} MB)"
 
 
+@functools.cache
+def _exported(name: str) -> Result:
+    return run_once("export", module=MODULE, name=name)
+
+
 def find_model(name: str) -> Model:
     """A model's file, brought into the page cache as after a normal read."""
-    made = run_once("export", module=MODULE, name=name)
+    made = _exported(name)
     drop_cached(made["path"])
     warm_cached(made["path"])
     return Model(name, made["path"], made["size_bytes"])
