@@ -1,7 +1,7 @@
 """What ``import trims_shim`` does to a process, in every order and with every switch.
 
 Each case is a program of its own in a fresh interpreter: what is imported, and when, is the point.
-Only six of them import torch; the others use safetensors.numpy.
+Only four of them import torch; the others use safetensors.numpy.
 """
 
 from __future__ import annotations
@@ -82,15 +82,17 @@ def test_import_is_light(run: Run) -> None:
     assert (done.stdout, done.stderr) == ("", "")
 
 
-@pytest.mark.parametrize("cuda", [None, "13.0"])
-def test_what_devices_need_is_imported_with_a_torch_for_them(run: Run, cuda: str | None) -> None:
-    run(
-        f"import sys, torch, safetensors.torch; torch.version.cuda = {cuda!r}; import trims_shim\n"
-        "for name in ('client.device_arenas', 'memory.device', 'memory.driver'):\n"
-        "    is_imported = f'trims_shim.{name}' in sys.modules\n"
-        "    assert is_imported == bool(torch.version.cuda), name\n"
-        "assert 'trims_shim.patches.torch_elision' in sys.modules\n"
-    )
+DEVICES_NEED = """
+for name in ("client.device_arenas", "memory.device", "memory.driver"):
+    is_imported = f"trims_shim.{name}" in sys.modules
+    assert is_imported == bool(torch.version.cuda), name
+assert "trims_shim.patches.torch_elision" in sys.modules
+"""
+
+
+def test_what_devices_need_is_imported_with_a_torch_for_them(run: Run) -> None:
+    imports = "import sys, torch, safetensors.torch; torch.version.cuda = '13.0'; import trims_shim"
+    run(f"{imports}\n{DEVICES_NEED}")
 
 
 def test_import_starts_no_daemon(run: Run, tmp_path: Path) -> None:
@@ -222,21 +224,28 @@ assert {point["state"] for point in points if point["library"] == "torch"} == {"
     "imports",
     [
         "import trims_shim, torch; from torch import load",
-        "from torch import load; import trims_shim, torch",
+        "from torch import load; import safetensors.torch, trims_shim, torch",
     ],
     ids=["shim first", "torch first"],
 )
 def test_torch_in_both_orders(run: Run, imports: str) -> None:
-    run(f"import sys; {imports}\n{TORCH_SERVES}")
+    run(f"import sys; {imports}\n{DEVICES_NEED}{TORCH_SERVES}")
 
 
 INTERRUPTED = """
-import os, sys, torch
+import os, sys, torch, warnings
 def interrupt(frame, event, argument):
     code, target = frame.f_code, str(frame.f_locals.get("target", ""))
-    if (code.co_filename + target).endswith(os.environ["AT"]):
+    if (code.co_filename + target).endswith(at):
         sys.settrace(None)
         raise KeyboardInterrupt
+warnings.simplefilter("ignore")  # a fork beside threads, from Python 3.12 on
+for at in ("torch_unshare.py", ":_legacy_load"):
+    child = os.fork()
+    if child == 0: break
+    assert os.waitpid(child, 0)[1] == 0, at
+else:
+    sys.exit()
 sys.settrace(interrupt)
 try:
     import trims_shim
@@ -251,10 +260,9 @@ for name, _, modules, _ in patches.PATCH_FILES:
 """
 
 
-@pytest.mark.parametrize("at", ["torch_unshare.py", ":_legacy_load"])
-def test_an_interrupted_import_that_is_tried_again(run: Run, at: str) -> None:
+def test_an_interrupted_import_that_is_tried_again(run: Run) -> None:
     """Found: what was being patched stayed as it was, half patched or not at all."""
-    run(INTERRUPTED, AT=at)
+    run(INTERRUPTED)
 
 
 @pytest.mark.parametrize("broken", ["config", "late_imports", "patches", "patches.importing"])

@@ -255,23 +255,23 @@ def test_threads_of_one_client_share_the_fate(running: World) -> None:
     assert set(outcomes) <= {True} | reasons
 
 
-TORCH = """
-import torch
-torch.load({path!r})
+LOADS = """
+from safetensors.numpy import load_file
+load_file({path!r})
 import gc; gc.collect()
 say(trims_shim.stats().served)
 hear()
-state = torch.load({path!r})
+state = load_file({path!r})
 say([state['weight'].sum().item(), list(state['weight'].shape), trims_shim.stats().fallbacks])
 """
 
 
 @pytest.mark.parametrize("autostart", ["0", "1"])
-def test_torch_load_gives_the_right_result_all_the_same(
-    running: World, torch_file: str, autostart: str
+def test_a_load_gives_the_right_result_all_the_same(
+    running: World, model_file: str, autostart: str
 ) -> None:
     world = running
-    child = world.spawn(TORCH.format(path=torch_file), autostart=autostart)
+    child = world.spawn(LOADS.format(path=model_file), autostart=autostart)
     assert child.hear(40) == 1
     world.kill_daemon()
     child.say()

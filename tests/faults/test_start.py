@@ -58,8 +58,7 @@ def test_two_hundred_starts_at_once_give_one_daemon(make_world: Any) -> None:
     assert world.log().count(" serves ") == 1
 
 
-@pytest.mark.parametrize("repeat", range(3))
-def test_forty_starts_over_what_a_killed_daemon_left(running: World, repeat: int) -> None:
+def test_forty_starts_over_what_a_killed_daemon_left(running: World) -> None:
     """Stale sockets and locks: replaced by exactly one new daemon."""
     world = running
     path = world.file(1, 1 << 16)

@@ -278,6 +278,7 @@ def test_another_checkpoint_into_the_same_module(prepare: Callable[..., None]) -
     wait_until(lambda: [image() is None for image in images] == [True, True, False])
 
 
+@pytest.mark.parametrize("_patched", [True], indirect=True)  # the program has its own torch
 def test_replaced_memory_goes_back_to_the_system() -> None:
     code = """
 import os, sys, time, torch
