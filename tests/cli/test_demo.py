@@ -78,11 +78,7 @@ def test_a_model_without_room_is_not_begun(
     assert "needs 3 MB of memory, and 2 MB are free" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_nothing_is_left_where_it_is_ended(
-    number: signal.Signals, trims: Trims, tmp_path: Path
-) -> None:
-    before = signal.signal(number, signal.SIG_DFL)  # to be inherited, also under nohup
+def test_nothing_is_left_where_it_is_ended(trims: Trims, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "trims_shim", "demo", "--size-mb=1"],
         env=trims.environment | {"TMPDIR": str(tmp_path)},
@@ -90,15 +86,26 @@ def test_nothing_is_left_where_it_is_ended(
         stderr=subprocess.PIPE,
         text=True,
     )
-    signal.signal(number, before)
     with process:
         assert process.stderr is not None
         while "process 1 of 4 with trims" not in process.stderr.readline():
             assert process.poll() is None
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         assert process.stderr.read().endswith("... interrupted; everything was removed\n")
     assert process.returncode == Exit.INTERRUPTED
     assert not list(tmp_path.iterdir())
+
+
+def test_a_closed_terminal_ends_it_as_well_but_not_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with pytest.raises(KeyboardInterrupt), demo._ending_as_by_ctrl_c():
+            signal.raise_signal(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with demo._ending_as_by_ctrl_c():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_what_was_made_goes_also_if_the_end_is_interrupted(
