@@ -35,7 +35,11 @@ from trims_shim.errors import NotServed
 from trims_shim.formats import layout_of
 from trims_shim.patches import points, torch_device, torch_modes, torch_repoint
 
-WITHOUT_HOLDERS = {*sys.stdlib_module_names, *("torch", "numpy", "scipy", "ray", "trims_shim")}
+WITHOUT_HOLDERS = {
+    *sys.stdlib_module_names,
+    *("torch", "numpy", "scipy", "ray", "trims_shim", "sympy", "mpmath", "networkx", "cuda"),
+    *("_pytest", "google", "onnx", "jinja2", "huggingface_hub", "httpcore2", "httpx2", "filelock"),
+}
 LARGE = torch_device.MIN_SHARED_BYTES
 DEVICES = 2
 
