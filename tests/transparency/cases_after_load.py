@@ -49,7 +49,7 @@ def _fill_storage(tensor: torch.Tensor) -> object:
 
 
 def _copy_into(tensor: torch.Tensor) -> object:
-    return tensor.copy_(torch.ones(1024, 320))
+    return tensor.copy_(torch.ones(1024, 80))
 
 
 def _view(tensor: torch.Tensor) -> object:
@@ -58,7 +58,7 @@ def _view(tensor: torch.Tensor) -> object:
 
 
 def _out(tensor: torch.Tensor) -> object:
-    return torch.add(torch.ones(1024, 320), 1, out=tensor)
+    return torch.add(torch.ones(1024, 80), 1, out=tensor)
 
 
 def _foreach(tensor: torch.Tensor) -> object:
@@ -90,7 +90,7 @@ def _set(tensor: torch.Tensor) -> object:
 
 
 def _resize_same(tensor: torch.Tensor) -> object:
-    return tensor.resize_(1024, 320)
+    return tensor.resize_(1024, 80)
 
 
 def _resize_smaller(tensor: torch.Tensor) -> object:
@@ -134,7 +134,7 @@ def resize_beyond_the_storage(work: Work, options: dict[str, Any]) -> object:
     loaded = torch.load(work.file("model.pt", saved(state())), **options)
     tensor = loaded["bulk"]
     # torch sets the new shape before it finds that the storage cannot grow: never read after it.
-    error = attempt(tensor.resize_, 1024, 321)
+    error = attempt(tensor.resize_, 1024, 81)
     seen = error if isinstance(error, Exception) else "resized"
     return [seen, list(tensor.shape), tensor.untyped_storage().nbytes(), loaded["weight"]]
 
@@ -227,7 +227,7 @@ def computed_and_differentiated(work: Work) -> object:
 def saved_for_backward_and_written(work: Work) -> object:
     """The version counter notices a write between forward and backward."""
     loaded = torch.load(work.file("model.pt", saved(state())))
-    leaf = torch.ones(320, requires_grad=True)
+    leaf = torch.ones(80, requires_grad=True)
     result = (leaf * loaded["bulk"][0]).sum()
     loaded["bulk"].mul_(2)
     return [attempt(result.backward), loaded["bulk"]._version]
@@ -279,7 +279,7 @@ def numpy_array_outlives_the_tensor(work: Work) -> object:
 def compiled_and_traced(work: Work) -> object:
     path = work.file("model.pt", saved(net().eval()))
     module = torch.load(path, weights_only=False)
-    batch = torch.ones(2, 1024)
+    batch = torch.ones(2, 256)
     traced = torch.jit.trace(module, batch)
     functional = torch.func.functional_call(module, dict(module.named_parameters()), (batch,))
     return [module(batch), traced(batch), functional]

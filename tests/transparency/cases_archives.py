@@ -13,7 +13,7 @@ import torch
 from .payloads import Net, bulk, net, saved, state
 from .registry import Work, attempt, case, cases
 
-BATCH = torch.ones(2, 1024)
+BATCH = torch.ones(2, 256)
 
 
 def _traced(path: Path) -> None:

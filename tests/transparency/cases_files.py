@@ -47,7 +47,7 @@ def _scribble(path: Path) -> None:
     status = path.stat()
     data = path.read_bytes()
     with path.open("r+b") as file:
-        file.seek(1 << 20)
+        file.seek(1 << 18)
         file.write(bytes(256))
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert path.read_bytes() != data

@@ -31,7 +31,7 @@ def names_imported_before_the_shim(work: Work) -> object:
     model, tensors = _make(work)
     before = load(model)
     work.enable_shim()
-    module = Linear(320, 1024, bias=False)
+    module = Linear(80, 1024, bias=False)
     module.load_state_dict({"weight": load(model)["bulk"]})
     with safe_open(tensors, "pt") as file:
         opened = file.get_tensor("bulk")

@@ -120,7 +120,7 @@ def whole_module(work: Work) -> object:
     path = work.file("model.pt", saved(net()))
     loaded = torch.load(path, weights_only=False)
     loaded.eval()
-    return [loaded, loaded(torch.ones(2, 1024)), attempt(torch.load, path)]
+    return [loaded, loaded(torch.ones(2, 256)), attempt(torch.load, path)]
 
 
 @case(served=True)

@@ -59,7 +59,7 @@ def not_a_checkpoint(work: Work, content: Callable[[], bytes]) -> object:
     return _all_ways(work.file("model.pt", lambda path: path.write_bytes(content())))
 
 
-@cases({"head": 100, "pickle": 900, "weights": 1 << 20, "before_directory": -600, "end": -1})
+@cases({"head": 100, "pickle": 900, "weights": 1 << 18, "before_directory": -600, "end": -1})
 def truncated(work: Work, size: int) -> object:
     data = saved_bytes(state())
     return _all_ways(work.file("model.pt", lambda path: path.write_bytes(data[:size])))
@@ -89,7 +89,7 @@ def _damage_end(data: bytes) -> bytes:
 
 def _damage_weight(data: bytes) -> bytes:
     """One flipped bit in the bulk: the zip's CRC no longer fits."""
-    return _flipped(data, 1 << 20)
+    return _flipped(data, 1 << 18)
 
 
 def _damage_local_header(data: bytes) -> bytes:
@@ -215,7 +215,7 @@ def legacy_tar(work: Work) -> object:
 @case()
 def torchscript_archive(work: Work) -> object:
     def write(path: Path) -> None:
-        torch.jit.save(torch.jit.trace(net().eval(), torch.ones(2, 1024)), path)
+        torch.jit.save(torch.jit.trace(net().eval(), torch.ones(2, 256)), path)
 
     # The loaded script module's repr and state are compared by its state dict.
     path = work.file("model.pt", write)

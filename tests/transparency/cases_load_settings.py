@@ -181,7 +181,7 @@ def functorch_transform(work: Work, how: tuple[Any, bool, str]) -> object:
         levels.append([type(weight), torch._C._functorch.maybe_get_level(weight)])
         return weight @ row
 
-    return [transform(function, torch.ones(1024)), levels]
+    return [transform(function, torch.ones(256)), levels]
 
 
 @case(served=True)
@@ -357,4 +357,4 @@ def compiled_program_loads(work: Work, options: dict[str, Any]) -> object:
     def step(inputs: torch.Tensor) -> torch.Tensor:
         return inputs @ torch.load(path, **options)["large.weight"]
 
-    return torch.compile(step, backend="eager")(torch.ones(2, 1024))
+    return torch.compile(step, backend="eager")(torch.ones(2, 256))

@@ -36,7 +36,7 @@ def _write_both(module: Net, source: Any) -> None:
     with torch.no_grad():
         module.large.weight[3] = 5
     source["large.weight"][3] = 6
-    source["large.weight"][900] = 7
+    source["large.weight"][200] = 7
 
 
 def _write_by_numpy(module: Net, source: Any) -> None:
@@ -53,7 +53,7 @@ def _train(module: Net, source: Any) -> None:
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
     for _ in range(3):
         optimizer.zero_grad()
-        module(torch.ones(4, 1024)).pow(2).sum().backward()
+        module(torch.ones(4, 256)).pow(2).sum().backward()
         optimizer.step()
 
 
@@ -95,7 +95,7 @@ def source_written_before_load(work: Work, how: str) -> object:
     if how == "bulk":
         source["large.weight"].mul_(2)
     else:
-        source["large.weight"][1023, 1023] = 55
+        source["large.weight"][255, 255] = 55
     source["table"].numpy()[5, 5] = 66
     module = net(2)
     module.load_state_dict(source)
@@ -107,12 +107,12 @@ def views_of_the_source(work: Work) -> object:
     source = torch.load(work.file("model.pt", saved(net().state_dict())))
     weight = source["large.weight"]
     modules = []
-    for view in (weight.t(), weight.clone(), weight.view(-1).view(1024, 1024), weight.flip(0)):
-        module = torch.nn.Linear(1024, 1024, bias=False)
+    for view in (weight.t(), weight.clone(), weight.view(-1).view(256, 256), weight.flip(0)):
+        module = torch.nn.Linear(256, 256, bias=False)
         module.load_state_dict({"weight": view})
         modules.append(module)
-    halves = torch.nn.ModuleList([torch.nn.Linear(1024, 512, bias=False) for _ in range(2)])
-    halves.load_state_dict({"0.weight": weight[:512], "1.weight": weight[512:]})
+    halves = torch.nn.ModuleList([torch.nn.Linear(256, 128, bias=False) for _ in range(2)])
+    halves.load_state_dict({"0.weight": weight[:128], "1.weight": weight[128:]})
     with torch.no_grad():
         halves[0].weight.zero_()
     return [modules, halves, weight]
@@ -121,7 +121,7 @@ def views_of_the_source(work: Work) -> object:
 @case(served=True)
 def same_source_tensor_for_two_parameters(work: Work) -> object:
     source = torch.load(work.file("model.pt", saved(net().state_dict())))
-    twins = torch.nn.ModuleList([torch.nn.Linear(1024, 1024, bias=False) for _ in range(2)])
+    twins = torch.nn.ModuleList([torch.nn.Linear(256, 256, bias=False) for _ in range(2)])
     twins.load_state_dict({"0.weight": source["large.weight"], "1.weight": source["large.weight"]})
     with torch.no_grad():
         twins[0].weight.fill_(1)
@@ -199,7 +199,7 @@ def version_counters_and_backward(work: Work) -> object:
     """A load between forward and backward is noticed as a write."""
     source = torch.load(work.file("model.pt", saved(net().state_dict())))
     module = net(2)
-    result = module(torch.ones(2, 1024, requires_grad=True)).sum()
+    result = module(torch.ones(2, 256, requires_grad=True)).sum()
     module.load_state_dict(source)
     return [attempt(result.backward), [p._version for p in module.parameters()]]
 
@@ -231,7 +231,7 @@ def hooks_of_parameters_in_a_wrapper(work: Work) -> object:
         lambda parameter: seen.append(parameter[:2].detach().clone())
     )
     result = wrapped.load_state_dict({f"inner.{name}": value for name, value in source.items()})
-    module(torch.ones(2, 1024)).sum().backward()
+    module(torch.ones(2, 256)).sum().backward()
     return [result, seen, module.large.weight.grad[:2], wrapped]
 
 

@@ -22,7 +22,7 @@ def _source(work: Work, module: torch.nn.Module | None = None, **options: Any) -
 def into_fresh_module(work: Work, options: dict[str, Any]) -> object:
     module = net(2)
     result = module.load_state_dict(_source(work, **options))
-    return [result, repr(result), module, module.eval()(torch.ones(2, 1024))]
+    return [result, repr(result), module, module.eval()(torch.ones(2, 256))]
 
 
 @case(served=True, elided=True)
@@ -58,7 +58,7 @@ def module_state_is_not_touched(work: Work) -> object:
     """Identity of parameters, gradients, flags and modes are the module's own."""
     module = net(2)
     before = dict(module.named_parameters())
-    module.large.weight.grad = torch.ones(1024, 1024)
+    module.large.weight.grad = torch.ones(256, 256)
     module.large.bias.requires_grad_(False)
     module.eval()
     module.load_state_dict(_source(work))
@@ -140,11 +140,11 @@ def conversion_setting(work: Work, swap: bool) -> object:
 @case(served=True)
 def other_dtypes_and_layouts(work: Work) -> object:
     source = _source(work)
-    half, double, last = net(2).half(), net(2).double(), torch.nn.Conv2d(64, 256, 8)
+    half, double, last = net(2).half(), net(2).double(), torch.nn.Conv2d(4, 256, 8)
     half.load_state_dict(source)
     double.load_state_dict(source)
     last = last.to(memory_format=torch.channels_last)
-    weights = {"weight": source["large.weight"].view(256, 64, 8, 8), "bias": torch.zeros(256)}
+    weights = {"weight": source["large.weight"].view(256, 4, 8, 8), "bias": torch.zeros(256)}
     last.load_state_dict(weights)
     return [half, double, last]
 
@@ -156,7 +156,7 @@ def hooks_see_the_same(work: Work) -> object:
 
     def before(*arguments: Any) -> None:
         seen.append(["before", arguments[2], sorted(map(str, arguments[1]))])
-        arguments[1]["large.bias"] = torch.full((1024,), 5.0)
+        arguments[1]["large.bias"] = torch.full((256,), 5.0)
 
     def after(owner: Any, incompatible: Any) -> None:
         seen.append(["after", owner.large.weight.detach().clone(), incompatible])
@@ -185,8 +185,8 @@ class Own(torch.nn.Linear):
 @case(served=True)
 def own_loading_and_extra_state(work: Work) -> object:
     torch.manual_seed(3)
-    module = torch.nn.Sequential(Own(1024, 1024))
-    source = _source(work, torch.nn.Sequential(Own(1024, 1024)), weights_only=False)
+    module = torch.nn.Sequential(Own(256, 256))
+    source = _source(work, torch.nn.Sequential(Own(256, 256)), weights_only=False)
     return [module.load_state_dict(source), module, module[0].note, source]
 
 
@@ -228,10 +228,10 @@ def tied_parameters(work: Work) -> object:
 def aliased_parameters_and_buffers(work: Work) -> object:
     """Two parameters over one storage, and a buffer that is a view of a parameter."""
     module = torch.nn.Module()
-    storage = torch.zeros(2048, 320)
+    storage = torch.zeros(2048, 80)
     module.a, module.b = torch.nn.Parameter(storage[:1024]), torch.nn.Parameter(storage[1024:])
     module.register_buffer("c", storage[5:10])
-    source = work.file("model.pt", saved({"a": bulk(), "b": bulk(7), "c": torch.ones(5, 320)}))
+    source = work.file("model.pt", saved({"a": bulk(), "b": bulk(7), "c": torch.ones(5, 80)}))
     module.load_state_dict(torch.load(source))
     return [module, storage]
 
@@ -251,7 +251,7 @@ def held_by_others(work: Work) -> object:
 def held_by_an_optimizer(work: Work) -> object:
     module = net(2)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    module(torch.ones(2, 1024)).sum().backward()
+    module(torch.ones(2, 256)).sum().backward()
     optimizer.step()
     module.load_state_dict(_source(work))
     optimizer.step()
@@ -325,12 +325,12 @@ def subclass_parameters(work: Work) -> object:
     from .cases_tensor_types import Plain
 
     torch.manual_seed(1)
-    module = torch.nn.Linear(1024, 1024)
+    module = torch.nn.Linear(256, 256)
     source = _source(work, module)
-    other = torch.nn.Linear(1024, 1024)
-    other.weight = torch.nn.Parameter(counting(1024, 1024).as_subclass(Plain))
+    other = torch.nn.Linear(256, 256)
+    other.weight = torch.nn.Parameter(counting(256, 256).as_subclass(Plain))
     first = other.load_state_dict(source)
-    third = torch.nn.Linear(1024, 1024)
+    third = torch.nn.Linear(256, 256)
     third.load_state_dict({name: tensor.as_subclass(Plain) for name, tensor in source.items()})
     return [first, other, third]
 

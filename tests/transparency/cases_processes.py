@@ -122,7 +122,7 @@ def data_loader(work: Work, workers: int) -> object:
     path = str(work.file("model.pt", saved(state())))
     module = net().eval()
     module.load_state_dict(torch.load(work.file("net.pt", saved(net(2).state_dict()))))
-    table = torch.load(path)["bulk"]
+    table = torch.load(path)["bulk"].view(256, 320)
     rows = Rows(table.t(), module, path)
     return [list(DataLoader(rows, batch_size=2, num_workers=workers, timeout=min(workers, 1) * 50))]
 

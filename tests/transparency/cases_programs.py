@@ -50,7 +50,7 @@ def _script(
 
 
 STRICT = """
-module = torch.nn.Linear(320, 1024, bias=False)
+module = torch.nn.Linear(80, 1024, bias=False)
 def load():
     loaded = torch.load("model.pt")
     print(sorted(loaded), loaded["bulk"].sum().item(), loaded["bias"].tolist())

@@ -172,7 +172,7 @@ def model(work: Work) -> object:
     path = work.file("m.safetensors", lambda path: save_model(net(), path))
     module = net(3)
     result = load_model(module, path)
-    return [result, module, module.eval()(torch.ones(2, 1024))]
+    return [result, module, module.eval()(torch.ones(2, 256))]
 
 
 @case(served=True)

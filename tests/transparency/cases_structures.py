@@ -211,7 +211,7 @@ def module_with_hooks_and_buffers(work: Work) -> object:
     return [
         loaded,
         len(loaded._forward_hooks),
-        loaded(torch.ones(1, 1024)),
+        loaded(torch.ones(1, 256)),
         isinstance(loaded, Net),
     ]
 
@@ -225,7 +225,7 @@ def checkpoint_of_a_training_run(work: Work) -> object:
     def write(path: Any) -> None:
         module = net()
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-        module(torch.ones(2, 1024)).sum().backward()
+        module(torch.ones(2, 256)).sum().backward()
         optimizer.step()
         checkpoint = {
             "model": module.state_dict(),

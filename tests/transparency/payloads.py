@@ -1,8 +1,8 @@
 """What the cases store: deterministic values, with one tensor that is large enough for the cache.
 
-A file below about 1 MiB is not worth serving; a case with small files only would compare the
-original with itself. So every file carries ``bulk`` beside what the case is about. It is not much
-larger: thousands of processes touch it for the first time.
+A case with files below ``TRIMS_MIN_BYTES`` only would compare the original with itself. So every
+file carries ``bulk`` beside what the case is about. It is not much larger, and neither is that
+limit large: thousands of processes touch it for the first time.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def counting(*shape: int, dtype: torch.dtype = torch.float32, start: int = 0) ->
 
 
 def bulk(start: int = 0) -> torch.Tensor:
-    """A float32 tensor of 1.25 MiB."""
-    return counting(1024, 320, start=start)
+    """A float32 tensor of 320 KiB."""
+    return counting(1024, 80, start=start)
 
 
 def with_bulk(value: Any) -> dict[str, Any]:
@@ -76,13 +76,13 @@ class Net(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.large = torch.nn.Linear(1024, 1024)
-        self.norm = torch.nn.BatchNorm1d(1024)
-        self.head = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(1024, 4))
+        self.large = torch.nn.Linear(256, 256)
+        self.norm = torch.nn.BatchNorm1d(256)
+        self.head = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(256, 4))
         self.register_buffer("table", counting(256, 128))
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        """Shapes ``[batch, 1024] -> [batch, 4]``."""
+        """Shapes ``[batch, 256] -> [batch, 4]``."""
         return self.head(self.norm(self.large(batch)))
 
 

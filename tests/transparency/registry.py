@@ -84,7 +84,7 @@ class Case:
     @property
     def min_bytes(self) -> str:
         """``TRIMS_MIN_BYTES``."""
-        return "1" if self.is_prepared or self.topic == "random" else "1M"
+        return "1" if self.is_prepared or self.topic == "random" else "256K"
 
     @property
     def batch(self) -> str:

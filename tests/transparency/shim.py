@@ -36,7 +36,7 @@ def is_available() -> bool:
     return spec is not None and spec.origin is not None
 
 
-def environment(socket_directory: Path | None, *, min_bytes: str = "1M") -> dict[str, str]:
+def environment(socket_directory: Path | None, *, min_bytes: str = "256K") -> dict[str, str]:
     """The environment of a run: with an own daemon, or with the shim off where that is None."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("TRIMS_")}
     kept |= {
@@ -53,7 +53,7 @@ def environment(socket_directory: Path | None, *, min_bytes: str = "1M") -> dict
     return kept | {
         "TRIMS_ENABLED": "1",
         "TRIMS_SOCKET_DIR": str(socket_directory),
-        "TRIMS_HOST_BYTES": "2G",
+        "TRIMS_HOST_BYTES": "256M",
         "TRIMS_CACHE_DIR": str(socket_directory / "cache"),
         "TRIMS_MIN_BYTES": min_bytes,
         "TRIMS_PREPARE_ANYWAY_BYTES": "0",
