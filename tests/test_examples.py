@@ -29,6 +29,12 @@ UNMODIFIED = (
     "transformers_local.py",
     "gpu_unmodified.py",
 )
+BATCHING = (
+    "threads.py",
+    "asyncio_padding.py",
+    "staged.py",
+    "generation.py",
+)
 HAS_FASTAPI = importlib.util.find_spec("fastapi") is not None
 RESULT_LINES = ("answer", "sum of weights", "same tensor")
 """Starts of the lines that must not depend on how weights were loaded."""
@@ -36,6 +42,7 @@ RESULT_LINES = ("answer", "sum of weights", "same tensor")
 PROGRAMS = """
 import runpy, sys
 for program in {programs!r}:
+    print("#", program, flush=True)
     runpy.run_path(program, run_name="__main__")
 if "trims_shim" in sys.modules:
     print("served by the cache:", sys.modules["trims_shim"].stats().served)
@@ -184,15 +191,23 @@ def test_records_are_views_that_are_private_for_writing(run: Run) -> None:
     assert "a write stays private: True" in output
 
 
-def test_threads_are_batched(run: Run) -> None:
-    output = run(str(EXAMPLES / "batching" / "threads.py"))
+@pytest.fixture(scope="module")
+def batching(run: Run) -> dict[str, str]:
+    """What each example of batching prints."""
+    programs = [str(EXAMPLES / "batching" / name) for name in BATCHING]
+    outputs = run("-c", PROGRAMS.format(programs=programs)).split("# ")[1:]
+    return dict(zip(BATCHING, outputs, strict=True))
+
+
+def test_threads_are_batched(batching: dict[str, str]) -> None:
+    output = batching["threads.py"]
     assert "same answers: True" in output
     assert "answered 500 of 500" in output
     assert number(r"([\d.]+) rows for each batch", output) > 1.5
 
 
-def test_sentences_are_padded_and_batched(run: Run) -> None:
-    output = run(str(EXAMPLES / "batching" / "asyncio_padding.py"))
+def test_sentences_are_padded_and_batched(batching: dict[str, str]) -> None:
+    output = batching["asyncio_padding.py"]
     assert "same vectors as alone: True" in output
     # Whether short ones go by themselves depends on what batches take here.
     assert re.search(r"shapes the model saw: \[(\(\d+, \d+\)(, )?)+\]", output)
@@ -205,15 +220,15 @@ def test_a_slow_model_makes_room_for_a_quick_one(run: Run) -> None:
     assert "preemption factor 3.03" in output
 
 
-def test_newcomers_catch_up_with_a_batch_on_its_way(run: Run) -> None:
-    output = run(str(EXAMPLES / "batching" / "staged.py"))
+def test_newcomers_catch_up_with_a_batch_on_its_way(batching: dict[str, str]) -> None:
+    output = batching["staged.py"]
     assert "same answers: True" in output
     assert "pieces: [3, 2, 1]" in output
     assert "an answer: [5, 4, 3, 2, 1]" in output
 
 
-def test_prompts_are_continued_together(run: Run) -> None:
-    output = run(str(EXAMPLES / "batching" / "generation.py"))
+def test_prompts_are_continued_together(batching: dict[str, str]) -> None:
+    output = batching["generation.py"]
     assert "same tokens as alone: True" in output
     assert "streamed in 23 pieces, the same: True" in output
     assert number(r"([\d.]+) rows for each step", output) > 1.5
