@@ -232,21 +232,26 @@ def test_profile_of_a_module_that_cannot_be_imported(
     assert error.endswith("; TRIMS_LOG=debug shows where\n")
 
 
-def test_profile_of_a_function_that_fails(trims: Trims, tmp_path: Path) -> None:
-    (tmp_path / "broken_app.py").write_text("def double(batch):\n    raise OSError('no room')\n")
-    words = ("batch", "profile", "broken_app:double", "--shape", "3")
+def test_profile_of_a_function_that_fails(
+    trims: Trims,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "failing_app.py").write_text("def double(batch): raise OSError('no room')\n")
+    words = ("batch", "profile", "failing_app:double", "--shape", "3")
     given = "a batch of 1 of --shape 3 --dtype float32"
-    said = f"trims: broken_app:double does not run with {given}: OSError: no room; "
-    done = trims(*words, cwd=tmp_path)
-    assert done.returncode == Exit.FAILED
-    assert done.stderr == f"{said}TRIMS_LOG=debug shows where\n"
+    said = f"trims: failing_app:double does not run with {given}: OSError: no room; "
+    assert main(list(words)) == Exit.FAILED
+    assert capsys.readouterr().err == f"{said}TRIMS_LOG=debug shows where\n"
     shown = trims(*words, cwd=tmp_path, TRIMS_LOG="debug").stderr
     assert said in shown
-    assert 'broken_app.py", line 2, in double' in shown
+    assert 'failing_app.py", line 1, in double' in shown
     (tmp_path / "item_app.py").write_text("def one():\n    raise KeyError('no room')\n")
-    done = trims(*words[:3], "--item", "item_app:one", cwd=tmp_path)
-    assert done.returncode == Exit.FAILED
-    assert done.stderr.startswith("trims: item_app:one makes nothing: KeyError: 'no room'; ")
+    assert main([*words[:3], "--item", "item_app:one"]) == Exit.FAILED
+    error = capsys.readouterr().err
+    assert error.startswith("trims: item_app:one makes nothing: KeyError: 'no room'; ")
 
 
 def test_a_target_is_an_object_in_a_module(
