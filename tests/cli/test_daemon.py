@@ -44,11 +44,15 @@ def test_stop_json_has_the_last_status(trims: Trims, model: Path) -> None:
     assert found["last_status"]["images"][0]["names"] == [str(model)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_daemon_serves_in_the_foreground(trims: Trims, number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "settings"), [(signal.SIGINT, {}), (signal.SIGHUP, {"TRIMS_LOG": "info"})]
+)
+def test_daemon_serves_in_the_foreground(
+    trims: Trims, number: int, settings: dict[str, str]
+) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "trims_shim", "daemon"],
-        env=trims.environment,
+        env=trims.environment | settings,
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # whatever runs the tests
@@ -63,7 +67,7 @@ def test_daemon_serves_in_the_foreground(trims: Trims, number: int) -> None:
         process.send_signal(number)
         _, log = process.communicate(timeout=120)
         assert process.returncode == Exit.OK
-        assert f"serves {trims.sockets}" in log
+        assert log.count(f"serves {trims.sockets}") == 1
         assert log.endswith(f"daemon {process.pid} ends: it was stopped\n")
     finally:
         process.kill()

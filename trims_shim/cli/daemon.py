@@ -46,11 +46,12 @@ def serve(_arguments: argparse.Namespace) -> Exit:
         note = f"{pid} serves {endpoint.directory} already; `trims stop` stops it"
         print(f"trims daemon: {note}", file=sys.stderr)
         return Exit.FAILED
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(process)d %(levelname)s %(message)s",
-        stream=sys.stderr,
-    )
+    if not logging.getLogger("trims_shim").hasHandlers():  # TRIMS_LOG has set none up
+        logging.basicConfig(
+            level=logging.INFO,
+            format="%(asctime)s %(process)d %(levelname)s %(message)s",
+            stream=sys.stderr,
+        )
     be_called("trims-daemon")
     return Exit(run())
 
