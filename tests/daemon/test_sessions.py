@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from harness import World
 
-from trims_shim.daemon.sessions import Limits, Session, Sessions, descriptors_are_scarce
+from trims_shim.daemon.sessions import Limits, Session, Sessions, check_descriptors
 from trims_shim.errors import AccessDenied, MalformedMessage, TooManyRequests
 from trims_shim.wire import handover, messages
 
@@ -163,8 +163,9 @@ def test_the_daemon_keeps_descriptors_for_itself(
         monkeypatch.setattr(resource, "getrlimit", lambda _, soft=limit: (soft, soft))
         for reserved in (0, 10):
             newest = first_scarce - reserved
-            assert descriptors_are_scarce(newest, reserved=reserved)
-            assert not descriptors_are_scarce(newest - 1, reserved=reserved)
+            with pytest.raises(TooManyRequests):
+                check_descriptors(newest, reserved=reserved)
+            check_descriptors(newest - 1, reserved=reserved)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))
     with pytest.raises(TooManyRequests, match="out of file descriptors"):
         client.offer(1)

@@ -48,6 +48,8 @@ def main(request_path: str, result_path: str) -> None:
     table = load_topics(tuple(dict.fromkeys(name.partition(".")[0] for name in names)))
     results: dict[str, dict[str, Any]] = {name: {} for name in names}
     _import_what_most_import()
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)  # here, as it writes to hundreds of pages
     gc.freeze()  # a child that collects would otherwise copy all that was imported here
     _use_large_pages()
     # The daemon refuses to prepare more than some models at a time.
@@ -72,7 +74,6 @@ def _import_what_most_import() -> None:
         return
     modules = ["numpy.random"]
     if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
         modules.append("torch.utils.serialization")
     if "trims_shim" in sys.modules:
         modules += ["zmq", "trims_shim.api", "trims_shim.formats.torch_recipe"]

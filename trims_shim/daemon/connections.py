@@ -4,7 +4,7 @@ ZeroMQ accepts every connection, in a thread of its own, and aborts the process 
 is left for the next one (ipc_listener.cpp of libzmq 4.3 takes ENFILE for an error, EMFILE for a
 bug). So a thread that does nothing else counts the connections as ZeroMQ reports them. At most some
 1000 reports can be unread: then ZeroMQ's thread waits, and accepts nobody. That many descriptors
-must stay unused (:func:`.sessions.descriptors_are_scarce`). A flood of connections can still abort
+must stay unused (:func:`.sessions.check_descriptors`). A flood of connections can still abort
 a process that may not have some thousand descriptors.
 """
 

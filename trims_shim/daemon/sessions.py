@@ -18,7 +18,7 @@ from trims_shim.errors import AccessDenied, MalformedMessage, TooManyRequests
 from trims_shim.wire.handover import Packet, Peer, peer_of, receive
 from trims_shim.wire.messages import FileOffer
 
-__all__ = ["Limits", "Session", "Sessions", "descriptors_are_scarce"]
+__all__ = ["Limits", "Session", "Sessions", "check_descriptors"]
 
 _DESCRIPTORS_RESERVED = 8192
 """Also for ZeroMQ: 5120 connections that it may have, and twice 1000 that it accepts before it can
@@ -84,11 +84,7 @@ class Sessions:
         connection.setblocking(False)
         peer = peer_of(connection)
         # Its control connection will take another one.
-        if descriptors_are_scarce(connection.fileno(), reserved=len(self) + 1):
-            raise TooManyRequests(
-                "the daemon is almost out of file descriptors; raise `ulimit -H -n`, and "
-                f"`kill {os.getpid()}`"
-            )
+        check_descriptors(connection.fileno(), reserved=len(self) + 1)
         mine = sum(1 for each in self._by_number.values() if each.peer.uid == peer.uid)
         if mine >= self.limits.sessions_per_user:
             raise TooManyRequests(f"user {peer.uid} has {mine} connections to the daemon")
@@ -161,8 +157,7 @@ class Sessions:
         try:
             if not session.is_greeted:
                 raise MalformedMessage("FileOffer before Hello")
-            if descriptors_are_scarce(packet.descriptor):
-                raise TooManyRequests("the daemon is almost out of file descriptors")
+            check_descriptors(packet.descriptor)
             if ticket in session.offers:
                 raise MalformedMessage(f"a file has been offered under ticket {ticket}")
             if len(session.offers) >= self.limits.offers:
@@ -173,11 +168,15 @@ class Sessions:
         session.offers[ticket] = Offer(packet.message, packet.descriptor, self.closer)
 
 
-def descriptors_are_scarce(newest: int, *, reserved: int = 0) -> bool:
-    """Whether clients have to be refused, so that the daemon keeps descriptors for itself.
+def check_descriptors(newest: int, *, reserved: int = 0) -> None:
+    """Raise TooManyRequests where the daemon has to keep what descriptors are left for itself.
 
     ``newest`` was opened just now: the kernel gives the lowest free number, so all below it are in
     use. Running dry is no error that could be handled: libzmq aborts on EMFILE.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return newest >= soft - min(_DESCRIPTORS_RESERVED, soft // 4) - reserved
+    if newest >= soft - min(_DESCRIPTORS_RESERVED, soft // 4) - reserved:
+        raise TooManyRequests(
+            "the daemon is almost out of file descriptors; raise `ulimit -H -n`, and "
+            f"`kill {os.getpid()}`"
+        )

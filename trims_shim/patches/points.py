@@ -120,20 +120,18 @@ def apply(point: PatchPoint, done: list[AppliedPatch] | None = None) -> AppliedP
     try:
         found = resolve(point.target)
         patch.reason = point.probe() or ""
-        if patch.reason:
-            return patch
-        patch.found, patch.replacement = found, point.wrap(found.original)
-        patch.state = PatchState.APPLIED
-        setattr(found.parent, found.attribute, patch.replacement)
+        if not patch.reason:
+            patch.found, patch.replacement = found, point.wrap(found.original)
+            patch.state = PatchState.APPLIED
+            setattr(found.parent, found.attribute, patch.replacement)
     except PatchError as error:
         patch.reason = str(error)
-        return patch
     # Border: a probe or wrapper that fails on an unknown version must not disturb the program.
     except Exception as error:
         diagnostics.pass_on(error)
         patch.state, patch.reason = PatchState.SKIPPED, f"{type(error).__name__}: {error}"
-        return patch
-    if point.has_holders and not _is_being_imported(_home(point)):
+    is_applied = patch.state is PatchState.APPLIED
+    if is_applied and point.has_holders and not _is_being_imported(_home(point)):
         rebind(found.original, patch.replacement, home=_home(point))
     return patch
 
