@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +245,45 @@ def overwritten_after_load(work: Work) -> object:
         return [before, still, file.get_tensor("bulk"), file.get_tensor("weight")]
 
 
+@case(served=False)
+def names_only(work: Work) -> object:
+    """Asks the cache nothing."""
+    with safe_open(_file(work), framework="pt") as file:
+        names = sorted(file.keys()), sorted(file.metadata().items())
+        return [names, [file.get_slice(name).get_shape() for name in file.offset_keys()]]
+
+
+@cases({"replaced": False, "written": True}, served=False)
+def changed_after_open(work: Work, in_place: bool) -> object:
+    """Before the first tensor: a replacement keeps the old values, a write is seen."""
+    path = work.fresh("m.safetensors", lambda path: save_file(state(), path))
+    save_file(state(start=50), "next.safetensors")
+    with safe_open(path, framework="pt") as file:
+        if in_place:
+            path.write_bytes(Path("next.safetensors").read_bytes())
+        else:
+            Path("next.safetensors").replace(path)
+        return [file.get_tensor("bulk"), file.get_tensor("weight")]
+
+
 @case(served=True)
+def in_another_directory_after_open(work: Work) -> object:
+    path = work.fresh("m.safetensors", lambda path: save_file(state(), path))
+    with safe_open(path.name, framework="pt") as file:
+        os.chdir("/")
+        return file.get_tensor("bulk")
+
+
+@case(served=True)
+def first_tensors_in_threads(work: Work) -> object:
+    """All of one mapping: a write in one thread is seen in the others."""
+    with safe_open(_file(work), framework="pt") as file, ThreadPoolExecutor(8) as pool:
+        tensors = list(pool.map(file.get_tensor, ["bulk"] * 16))
+    tensors[0][0] = -1
+    return tensors
+
+
+@case(served=False)
 def deleted_after_open(work: Work) -> object:
     path = work.fresh(
         "m.safetensors", lambda path: save_file({"a": bulk(), "b": counting(3)}, path)

@@ -2,10 +2,15 @@
 
 safetensors' compiled ``safe_open`` looks this method up on torch for each file. So everything built
 on it (``load_file``, ``load_model``, transformers) is served without touching names that programs
-import directly. A private mapping of a whole model file becomes a private mapping of its segment;
-shared and partial mappings and files that are no models stay the original's. A mapping that
-torch.load makes before it knows where its tensors go is served later, if at all
-(:mod:`.torch_load`).
+import directly. Private mappings of whole model files are served; shared and partial mappings and
+files that are no models stay the original's.
+
+- A torch archive becomes a private mapping of its segment at once: ``torch.load`` needs addresses.
+  A mapping that it makes before it knows where its tensors go is served later, if at all
+  (:mod:`.torch_load`).
+- A safetensors file is mapped by torch, which reads nothing, and the cache is asked at the first
+  tensor: names, shapes and metadata of a large file that nobody has loaded cost what they cost
+  without the cache.
 """
 
 from __future__ import annotations
@@ -15,18 +20,20 @@ import os
 import stat
 import threading
 import types
+import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from trims_shim import diagnostics, patches
-from trims_shim.patches.asking import arena_of_file, opened
+from trims_shim.patches.asking import absolute, arena_of_file, opened
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_modes import uncompiled
 from trims_shim.patches.torch_storage import storage_of
+from trims_shim.specs import Identity
 
-__all__ = ["POINTS", "loads", "served"]
+__all__ = ["POINTS", "file_at", "loads", "served"]
 
 
 class _Load(Protocol):
@@ -61,17 +68,31 @@ def _wrap(original: Any) -> Any:
     @uncompiled
     @functools.wraps(inner)
     def from_file(*args: Any, **kwargs: Any) -> Any:
-        if is_torchs_own and patches.active():
-            storage = _serve(args, kwargs)
-            if storage is not None:
-                return storage
-        return bound(*args, **kwargs)
+        if not (is_torchs_own and patches.active()):
+            return bound(*args, **kwargs)
+        file = _file(args, kwargs)
+        storage = served(file) if file is not None and file.is_archive else None
+        if storage is not None:
+            return storage
+        mapping = bound(*args, **kwargs)
+        if file is not None and not file.is_archive:
+            mapping.__getitem__ = _first_slice(mapping, file)
+        return mapping
 
     bound = original.__get__(None, torch.UntypedStorage)
     return staticmethod(from_file)
 
 
-def _serve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+class _File(NamedTuple):
+    """A model file that is to be mapped."""
+
+    path: str
+    identity: Identity
+    is_archive: bool
+
+
+def _file(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _File | None:
+    """Return the file of which a call maps all; None (counted) where torch has to map it."""
     is_call = len(args) <= len(_NAMES) and kwargs.keys() <= set(_NAMES[len(args) :])
     call = _arguments(*args, **kwargs) if is_call else None
     if call is None:
@@ -82,11 +103,11 @@ def _serve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None
     if loads.open and loads.open[-1].defer(filename):
         return None
-    return served(filename, size_bytes)
+    return file_at(filename, size_bytes)
 
 
-def served(filename: str, size_bytes: int) -> Any:
-    """Return a storage over the whole cached file; None (counted) where torch has to map it."""
+def file_at(filename: str, size_bytes: int) -> _File | None:
+    """Return the model file of this size; None (counted) if it is something else."""
     with opened(filename) as descriptor:
         if descriptor is None:
             return None
@@ -97,19 +118,47 @@ def served(filename: str, size_bytes: int) -> Any:
         if status.st_size != size_bytes:
             diagnostics.fallback("partial_file", what=filename)
             return None
-        if not _is_model(os.pread(descriptor, 9, 0)):
-            diagnostics.fallback("not_a_model", what=filename)
+        head = os.pread(descriptor, 9, 0)
+    is_archive = head[:4] == b"PK\x03\x04"
+    # safetensors: a length, then JSON.
+    if not is_archive and head[8:9] != b"{":
+        diagnostics.fallback("not_a_model", what=filename)
+        return None
+    return _File(absolute(filename), Identity.from_stat(status), is_archive)
+
+
+def served(file: _File) -> Any:
+    """Return a storage over the whole cached file; None (counted) where torch has to map it."""
+    with opened(file.path) as descriptor:
+        if descriptor is None or Identity.from_stat(os.fstat(descriptor)) != file.identity:
+            diagnostics.fallback("model_changed", what=file.path)
             return None
-        arena = arena_of_file(descriptor, filename)
+        arena = arena_of_file(descriptor, file.path)
     if arena is None:
         return None
     diagnostics.count("served", "from_file")
     return storage_of(arena)
 
 
-def _is_model(head: bytes) -> bool:
-    """Whether a file begins as a torch zip archive, or as safetensors: a length, then JSON."""
-    return head[:4] == b"PK\x03\x04" or head[8:9] == b"{"
+def _first_slice(mapping: Any, file: _File) -> Callable[[Any], Any]:
+    """Return a ``__getitem__`` for a mapping: its first call decides what memory slices are of.
+
+    safetensors looks the method up on the object; ``mapping[a:b]`` of a program looks it up on the
+    class, and is of torch's mapping, as are all other uses.
+    """
+    own = weakref.ref(mapping)  # the mapping holds this function
+    found: dict[str, Any] = {}
+
+    @uncompiled
+    def first_slice(index: Any) -> Any:
+        if "storage" not in found:
+            # One of the threads that ask at the same time decides: a write to a tensor is seen in
+            # another of the same bytes.
+            found.setdefault("storage", served(file) if patches.active() else None)
+        storage: Any = own() if found["storage"] is None else found["storage"]
+        return storage[index]
+
+    return first_slice
 
 
 _NAMES = ("filename", "shared", "nbytes")

@@ -128,7 +128,8 @@ class _Reader(_FileReader):  # type: ignore[misc]
         """Return the cache's mapping in place of the deferred one, where it has one."""
         if not self._is_deferred or self.file is None or mapping is None:
             return mapping
-        served = torch_from_file.served(self.file.name, mapping.nbytes())
+        file = torch_from_file.file_at(self.file.name, mapping.nbytes())
+        served = None if file is None else torch_from_file.served(file)
         return mapping if served is None else served
 
     def leave_file_at(self, position: int) -> None:

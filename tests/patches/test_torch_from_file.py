@@ -1,0 +1,169 @@
+"""safe_open asks the cache at its first tensor, and all tensors of one file are of one memory."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from trims_shim import diagnostics, patches
+from trims_shim.patches import points, torch_from_file
+from trims_shim.testing import FakeDaemon
+
+NUMBERS = torch.arange(4096, dtype=torch.float32).reshape(64, 64)
+
+
+@pytest.fixture
+def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
+    monkeypatch.setattr(patches, "active", lambda: True)
+    applied = points.apply(torch_from_file.POINTS[0])
+    assert applied.state is points.PatchState.APPLIED, applied.reason
+    with FakeDaemon(strict="1") as daemon:
+        yield daemon
+    points.undo(applied)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return saved(tmp_path / "m.safetensors", NUMBERS)
+
+
+def saved(path: Path, numbers: torch.Tensor) -> Path:
+    save_file({"w": numbers, "b": torch.ones(3)}, path, metadata={"format": "pt"})
+    return path
+
+
+def changed() -> int:
+    return diagnostics.stats().fallbacks.get("model_changed", 0)
+
+
+def test_names_and_shapes_ask_nothing(daemon: FakeDaemon, path: Path) -> None:
+    with safe_open(path, "pt") as file:
+        assert sorted(file.keys()) == ["b", "w"]
+        assert file.metadata() == {"format": "pt"}
+        assert file.get_slice("w").get_shape() == [64, 64]
+        assert not daemon.opened
+        assert torch.equal(file.get_tensor("w"), NUMBERS)
+        assert daemon.reads(path) == 1
+
+
+def test_a_slice_asks_as_a_tensor_does(daemon: FakeDaemon, path: Path) -> None:
+    with safe_open(path, "pt") as file:
+        assert torch.equal(file.get_slice("w")[3:5], NUMBERS[3:5])
+        assert daemon.reads(path) == 1
+
+
+def test_the_file_is_asked_for_once(daemon: FakeDaemon, path: Path) -> None:
+    with safe_open(path, "pt") as file:
+        for _ in range(3):
+            file.get_tensor("w")
+            file.get_tensor("b")
+    assert len(daemon.opened) == 1
+
+
+def test_threads_that_ask_at_once_get_the_same_memory(
+    daemon: FakeDaemon, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write through the tensor of one is seen in that of another, as without the shim."""
+    together = threading.Barrier(4, timeout=30)
+    served = torch_from_file.served
+
+    def slowly(file: Any) -> Any:
+        storage = served(file)
+        together.wait()
+        return storage
+
+    monkeypatch.setattr(torch_from_file, "served", slowly)
+    tensors: list[torch.Tensor] = []
+    with safe_open(path, "pt") as file:
+        threads = [
+            threading.Thread(target=lambda: tensors.append(file.get_tensor("w"))) for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    tensors[0][0, 0] = -1
+    assert [tensor[0, 0].item() for tensor in tensors] == [-1] * 4
+
+
+def test_the_first_tensor_decides(
+    daemon: FakeDaemon, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it could not be served: its writes are seen in later ones."""
+    with safe_open(path, "pt") as file:
+        monkeypatch.setattr(patches, "active", lambda: False)
+        file.get_tensor("w")[0, 0] = -1
+        monkeypatch.setattr(patches, "active", lambda: True)
+        assert file.get_tensor("w")[0, 0] == -1
+    assert not daemon.opened
+
+
+def replaced(path: Path) -> None:
+    saved(path.with_name("next"), -NUMBERS).replace(path)
+
+
+def deleted(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("change", [replaced, deleted])
+def test_a_file_that_went_meanwhile_is_torchs(
+    change: Callable[[Path], None], daemon: FakeDaemon, path: Path
+) -> None:
+    before = changed()
+    with safe_open(path, "pt") as file:
+        change(path)
+        assert torch.equal(file.get_tensor("w"), NUMBERS)
+    assert changed() == before + 1
+    assert not daemon.opened
+
+
+def test_a_file_written_meanwhile_has_what_torch_would_see(daemon: FakeDaemon, path: Path) -> None:
+    before = changed()
+    with safe_open(path, "pt") as file:
+        content = bytearray(path.read_bytes())
+        content[-NUMBERS.nbytes :] = bytes(NUMBERS.nbytes)
+        with path.open("r+b") as writing:
+            writing.write(content)
+        assert not file.get_tensor("w").any()
+    assert changed() == before + 1
+
+
+def test_a_relative_name_is_of_the_directory_at_opening(
+    daemon: FakeDaemon, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(path.parent)
+    with safe_open(path.name, "pt") as file:
+        monkeypatch.chdir("/")
+        assert torch.equal(file.get_tensor("w"), NUMBERS)
+    assert daemon.reads(path) == 1
+
+
+def test_what_a_program_does_with_a_mapping_of_its_own_is_torchs(
+    daemon: FakeDaemon, path: Path
+) -> None:
+    mapping = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
+    mapping[9] = 7
+    assert mapping[8:10].tolist() == [ord("{"), 7]
+    assert not daemon.opened
+
+
+def test_nothing_stays_of_a_file_that_was_only_looked_at(daemon: FakeDaemon, path: Path) -> None:
+    """At once, not when the collector runs next."""
+    mapping = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
+    gone = weakref.ref(mapping)
+    gc.disable()
+    try:
+        del mapping
+        assert gone() is None
+    finally:
+        gc.enable()
