@@ -12,9 +12,10 @@ NATIVE = Path("native")
 
 def extensions() -> list[Extension]:
     try:
-        from pybind11.setup_helpers import Pybind11Extension
+        from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
     except ImportError:
         return []
+    ParallelCompile().install()
     engine = Pybind11Extension(
         "trims_shim._native",
         sorted(map(str, NATIVE.glob("*.cpp"))),

@@ -14,7 +14,14 @@ if ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
         exit 1
     fi
 fi
-[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+# An old pip, which many Pythons bring, takes twice as long.
+[ -x "$venv/bin/python" ] || "$python" -m venv --upgrade-deps "$venv"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-"$venv/bin/python" -m pip install --quiet "${TORCH:-torch==2.13.0}" numpy
-"$venv/bin/python" -m pip install --quiet --editable '.[torch,dev]'
+install() { "$venv/bin/python" -m pip install --quiet --no-compile "$@"; }
+
+install "${TORCH:-torch==2.13.0}" numpy
+# Meanwhile, and not by pip, which compiles one file after the other. Most of what comes later is
+# never imported; the rest is compiled when it is. Some files are no Python of this version.
+"$venv/bin/python" -m compileall -qq -j 0 "$venv"/lib/python*/site-packages || true &
+install --editable '.[torch,dev]'
+wait
