@@ -213,7 +213,9 @@ def test_devices_change_with_the_demand_and_no_request_is_lost(
         futures: list[Future[Any]] = []
 
         def changed() -> bool:
-            futures.extend(service.submit("dogs", number) for number in range(25))
+            # A busy machine answers fewer than are asked; the queue takes 1024.
+            if sum(not future.done() for future in futures) < 500:
+                futures.extend(service.submit("dogs", number) for number in range(25))
             futures.append(service.submit("cats", 1))
             time.sleep(0.05)
             stats = service.stats()

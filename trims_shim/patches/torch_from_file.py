@@ -57,6 +57,10 @@ def _probe() -> str | None:
     part = storage[8:16]
     if type(part) is not torch.UntypedStorage or part.data_ptr() != storage.data_ptr() + 8:
         return "slices of a storage are not storages over the same memory"
+    try:
+        part.__getitem__ = weakref.ref(part)  # type: ignore[method-assign]
+    except (AttributeError, TypeError):
+        return "a storage can have no attributes, or no weak references"
     return None
 
 
