@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -69,30 +72,72 @@ def test_the_file_is_asked_for_once(daemon: FakeDaemon, path: Path) -> None:
     assert len(daemon.opened) == 1
 
 
-def test_threads_that_ask_at_once_get_the_same_memory(
-    daemon: FakeDaemon, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A write through the tensor of one is seen in that of another, as without the shim."""
-    together = threading.Barrier(4, timeout=30)
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
+    """Have the cache's answer come only after a call has returned."""
     served = torch_from_file.served
 
-    def slowly(file: Any) -> Any:
-        storage = served(file)
-        together.wait()
-        return storage
+    def until(call: Callable[[], object]) -> None:
+        def slowly(file: Any) -> Any:
+            storage = served(file)
+            call()
+            return storage
 
-    monkeypatch.setattr(torch_from_file, "served", slowly)
-    tensors: list[torch.Tensor] = []
-    with safe_open(path, "pt") as file:
-        threads = [
-            threading.Thread(target=lambda: tensors.append(file.get_tensor("w"))) for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        monkeypatch.setattr(torch_from_file, "served", slowly)
+
+    return until
+
+
+def test_threads_that_come_at_once_ask_once(
+    daemon: FakeDaemon, path: Path, slow: Callable[[Callable[[], object]], None]
+) -> None:
+    slow(lambda: time.sleep(0.05))
+    with safe_open(path, "pt") as file, ThreadPoolExecutor(4) as pool:
+        tensors = list(pool.map(file.get_tensor, ["w"] * 4))
+    assert len(daemon.opened) == 1
     tensors[0][0, 0] = -1
     assert [tensor[0, 0].item() for tensor in tensors] == [-1] * 4
+
+
+def test_threads_that_asked_after_all_get_the_same_memory(
+    daemon: FakeDaemon, path: Path, slow: Callable[[Callable[[], object]], None]
+) -> None:
+    """A write through the tensor of one is seen in that of another, as without the shim."""
+    slow(threading.Barrier(4, timeout=30).wait)
+    with safe_open(path, "pt") as file, ThreadPoolExecutor(4) as pool:
+        tensors = list(pool.map(file.get_tensor, ["w"] * 4))
+    tensors[0][0, 0] = -1
+    assert [tensor[0, 0].item() for tensor in tensors] == [-1] * 4
+
+
+def test_a_child_that_is_forked_while_a_thread_asks(
+    daemon: FakeDaemon, path: Path, slow: Callable[[Callable[[], object]], None]
+) -> None:
+    """The thread that would answer is not in the child."""
+    asks, may_end = threading.Event(), threading.Event()
+    parent = os.getpid()
+
+    def wait() -> None:
+        if os.getpid() == parent:
+            asks.set()
+            may_end.wait(30)
+
+    slow(wait)
+    with safe_open(path, "pt") as file, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(file.get_tensor, "w")
+        assert asks.wait(30)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if torch.equal(file.get_tensor("w"), NUMBERS) else 1)
+        try:
+            until_s = time.monotonic() + 30
+            while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+                assert time.monotonic() < until_s, "the child waits"
+                time.sleep(0.01)
+        finally:
+            may_end.set()
+        assert ended[1] == 0
+        assert torch.equal(asked.result(30), NUMBERS)
 
 
 def test_the_first_tensor_decides(

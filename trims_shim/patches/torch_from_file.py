@@ -35,6 +35,9 @@ from trims_shim.specs import Identity
 
 __all__ = ["POINTS", "file_at", "loads", "served"]
 
+_PATIENCE_S = 0.25
+"""How long threads that want a tensor of a file wait for one that asks for it already."""
+
 
 class _Load(Protocol):
     def defer(self, filename: str) -> bool:
@@ -152,13 +155,21 @@ def _first_slice(mapping: Any, file: _File) -> Callable[[Any], Any]:
     """
     own = weakref.ref(mapping)  # the mapping holds this function
     found: dict[str, Any] = {}
+    asking = threading.Lock()
 
     @uncompiled
     def first_slice(index: Any) -> Any:
         if "storage" not in found:
-            # One of the threads that ask at the same time decides: a write to a tensor is seen in
-            # another of the same bytes.
-            found.setdefault("storage", served(file) if patches.active() else None)
+            # Once for all threads; but a forked child may find the lock held by nobody.
+            is_held = asking.acquire(timeout=_PATIENCE_S)
+            try:
+                if "storage" not in found:
+                    # Of threads that asked after all, one decides: a write to a tensor is seen in
+                    # another of the same bytes.
+                    found.setdefault("storage", served(file) if patches.active() else None)
+            finally:
+                if is_held:
+                    asking.release()
         storage: Any = own() if found["storage"] is None else found["storage"]
         return storage[index]
 

@@ -165,7 +165,7 @@ def refuse_training(model: Any) -> None:
 def _cache_class() -> Any:
     from transformers.cache_utils import Cache, DynamicLayer
 
-    class Forwarding(Cache):
+    class Forwarding(Cache):  # type: ignore[misc]
         """Keeps every token; models with sliding windows leave old ones out by a mask."""
 
         def __init__(self, cache: GrowingCache) -> None:
