@@ -304,6 +304,18 @@ class TestParsers:
         with pytest.raises(ConfigError, match="'jax' is not one of torch, safetensors"):
             load({"TRIMS_PATCHES": "torch,jax"})
 
+    def test_patterns_of_paths(self, home: Path) -> None:
+        assert load({}).exclude == ()
+        found = load({"TRIMS_EXCLUDE": "/data/*: *.ckpt:~/x:"}).exclude
+        assert found == ("/data/*", "*.ckpt", os.path.expanduser("~/x"))
+        listed = load(write(home, 'exclude = ["/a/*", "*.bin"]'))
+        assert listed.exclude == ("/a/*", "*.bin")
+
+    @pytest.mark.parametrize("text", ["model.pt", "/a:b/*", "./x"])
+    def test_no_patterns_of_absolute_paths(self, text: str) -> None:
+        with pytest.raises(ConfigError, match="begin it with / or"):
+            load({"TRIMS_EXCLUDE": text})
+
     @given(st.sampled_from([each.name for each in SETTINGS]), st.text(max_size=12))
     def test_any_text_is_a_value_or_a_config_error(self, name: str, text: str) -> None:
         try:
@@ -322,6 +334,7 @@ class TestConfig:
         for each in SETTINGS:
             changed = {
                 "group": "x",
+                "exclude": "/x",
                 "eviction": "fifo",
                 "memory_kind": "memfd",
                 "device_backend": "ipc",

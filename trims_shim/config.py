@@ -49,6 +49,8 @@ platform_problem = (
 PACKAGE_DIRECTORY = os.path.dirname(os.path.abspath(__file__))
 """The directory of this package; processes that it starts get it as part of their search path."""
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SEPARATORS = {"patches": ",", "exclude": ":"}
+"""Of settings that may be lists in the file."""
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 # Not settings: read by the test suite, the benchmarks and the process that is being started.
@@ -111,6 +113,14 @@ def _subset(*allowed: str) -> Callable[[str], tuple[str, ...]]:
         return names
 
     return parse
+
+
+def _path_patterns(text: str) -> tuple[str, ...]:
+    patterns = tuple(os.path.expanduser(part.strip()) for part in text.split(":") if part.strip())
+    for pattern in patterns:
+        if pattern[0] not in "/*?[":
+            raise ConfigError(f"{pattern!r} matches no absolute path; begin it with / or *")
+    return patterns
 
 
 def _seconds(text: str) -> float:
@@ -229,6 +239,13 @@ SETTINGS = (
         "1M",
         parse_size,
         "smaller files (ONNX models: four times that) go to the framework's own loader",
+    ),
+    Setting(
+        "exclude",
+        "",
+        _path_patterns,
+        "files that go to the framework's own loader: patterns of absolute paths, as the shell's, "
+        "separated by colons; * matches / as well",
     ),
     Setting(
         "device",
@@ -573,8 +590,8 @@ def _as_text(name: str, value: object) -> str:
     """As in the environment; what is of another type than the setting becomes no value of it."""
     if isinstance(value, bool) and _BY_NAME[name].parse is _boolean:
         return "1" if value else "0"
-    if isinstance(value, list) and name == "patches":
-        return ",".join(str(item) for item in value)
+    if isinstance(value, list) and name in _SEPARATORS:
+        return _SEPARATORS[name].join(str(item) for item in value)
     return str(value)
 
 

@@ -63,6 +63,7 @@ _warned: set[str] = set()
 EXPECTED_REASONS = frozenset(
     {
         "small_file",
+        "excluded",
         "not_a_file",
         "not_a_model",
         "not_regular",

@@ -63,6 +63,12 @@ def test_warm_says_what_will_not_be_served(warmed: Trims, tmp_path: Path, models
     assert ";" not in said["good"]
 
 
+def test_warm_says_what_is_excluded(warmed: Trims, models: Path) -> None:
+    done = warmed("warm", str(models / "b.pt"), TRIMS_EXCLUDE="*/b.pt")
+    assert done.returncode == Exit.OK, "it is asked for all the same"
+    assert "b.pt is excluded (TRIMS_EXCLUDE: */b.pt), so frameworks" in done.stderr
+
+
 def test_warm_goes_on_after_a_file_that_fails(warmed: Trims, models: Path) -> None:
     done = warmed("warm", "/nonexistent/x.pt", str(models / "b.pt"), "--json")
     assert done.returncode == Exit.FAILED

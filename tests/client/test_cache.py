@@ -336,6 +336,32 @@ def test_what_is_not_worth_asking_for(path: str, reason: str) -> None:
     os.close(descriptor)
 
 
+@pytest.mark.parametrize(
+    ("exclude", "is_excluded"),
+    [
+        ("", False),
+        ("{0}/model.pt", True),
+        ("{0}/*.pt", True),
+        ("*.pt", True),
+        ("/*/model.??", True),
+        ("/elsewhere:{1}/*", True),
+        ("{0}", False),
+        ("*/model", False),
+        ("*.PT", False),
+    ],
+)
+def test_excluded_files(exclude: str, is_excluded: bool, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    path.write_bytes(bytes(1000))
+    patterns = exclude.format(tmp_path, tmp_path.parent)
+    with FakeDaemon(exclude=patterns) as daemon, open(path, "rb") as file:
+        refused = pytest.raises(NotServed, match=f"{path} is excluded")
+        with refused if is_excluded else contextlib.nullcontext():
+            caches.cache().open(file.fileno(), name=str(path))
+        assert daemon.reads(path) == (not is_excluded)
+        assert caches.cache().open(file.fileno(), name=str(path), min_bytes=1), "asked for by name"
+
+
 def test_exchange_gives_the_one_before_back() -> None:
     mine = Dialled(fail(AssertionError())).cache
     before = exchange(mine)

@@ -271,6 +271,17 @@ class TestNotServed:
         new(path, read_config_from_model=1)
         assert outcomes() == {"model_config": 1}
 
+    def test_excluded_models(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for _ in patched(tmp_path, monkeypatch, exclude=f"{tmp_path}/large*"):
+            model = tmp_path / "large.onnx"
+            save(sample("perceptron"))(model)
+            monkeypatch.chdir(tmp_path)
+            new("large.onnx")
+            assert outcomes() == {"excluded": 1}
+            save(sample("perceptron"))(tmp_path / "other.onnx")
+            new("other.onnx")
+            assert outcomes() == {"excluded": 1, "preparing": 1}
+
     def test_small_models(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for preparations in patched(tmp_path, monkeypatch, min_bytes="1M"):
             small = sample("recogniser")

@@ -152,6 +152,12 @@ def test_the_first_tensor_decides(
     assert not daemon.opened
 
 
+def test_an_excluded_file_is_torchs(daemon: FakeDaemon, path: Path) -> None:
+    with FakeDaemon(exclude=f"{path.parent}/*") as excluding, safe_open(path, "pt") as file:
+        assert torch.equal(file.get_tensor("w"), NUMBERS)
+        assert not excluding.opened
+
+
 def replaced(path: Path) -> None:
     saved(path.with_name("next"), -NUMBERS).replace(path)
 

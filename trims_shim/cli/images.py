@@ -28,6 +28,7 @@ from trims_shim.errors import (
     DaemonUnavailable,
     DriverFailure,
     FormatError,
+    NotServed,
     TrimsError,
     UnknownDevice,
     UnknownImage,
@@ -170,6 +171,10 @@ def _warm(path: str, size_bytes: int, tier: str, *, is_pinned: bool, progress: P
 
 
 def _note_of(handle: Handle | DeviceHandle) -> str:
+    try:
+        cache().refuse_excluded(os.path.abspath(handle.name))
+    except NotServed as error:
+        return f"{error}, so frameworks read it themselves"
     least = config.current().min_bytes
     if handle.size_bytes < least:
         return f"smaller than TRIMS_MIN_BYTES ({size(least)}), so frameworks read it themselves"

@@ -8,6 +8,7 @@ it still maps the memory, so the parent's lease must outlive the parent.
 from __future__ import annotations
 
 import atexit
+import fnmatch
 import logging
 import os
 import stat
@@ -159,7 +160,16 @@ class Cache:
         _note(name, reply.outcome)
         return model
 
+    def refuse_excluded(self, path: str) -> None:
+        """Raise NotServed for a file that the user has excluded; ``path`` is absolute."""
+        for pattern in self.config.exclude:
+            if fnmatch.fnmatchcase(path, pattern):
+                raise NotServed("excluded", f"{path} is excluded (TRIMS_EXCLUDE: {pattern})")
+
     def _check(self, descriptor: int, name: str, min_bytes: int | None) -> Identity:
+        """``min_bytes`` is given by whoever asks for this very file, excluded or not."""
+        if min_bytes is None:
+            self.refuse_excluded(name)
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise NotServed("not_regular", f"{name} is not a regular file")

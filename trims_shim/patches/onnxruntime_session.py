@@ -135,7 +135,9 @@ def _ask(plan: _Plan, path: str) -> PreparedModel | None:
         _Border(path),
         models.opened(path, min_bytes=models.least_bytes(cache().config)) as descriptor,
     ):
-        return open_prepared(plan.recipe, descriptor=descriptor, path=models.absolute(path))
+        full_path = models.absolute(path)
+        cache().refuse_excluded(full_path)
+        return open_prepared(plan.recipe, descriptor=descriptor, path=full_path)
     return None
 
 
