@@ -317,6 +317,7 @@ def test_evict_from_one_place_only(capsys: pytest.CaptureFixture[str]) -> None:
 class _Opened:
     """What :func:`trims_shim.api.open` gives, as far as ``warm`` looks at it."""
 
+    name = __file__
     digest = "a" * 64
     size_bytes = 17
 
