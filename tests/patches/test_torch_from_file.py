@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import process_state, wait_until
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -130,13 +131,10 @@ def test_a_child_that_is_forked_while_a_thread_asks(
         if child == 0:
             os._exit(0 if torch.equal(file.get_tensor("w"), NUMBERS) else 1)
         try:
-            until_s = time.monotonic() + 30
-            while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
-                assert time.monotonic() < until_s, "the child waits"
-                time.sleep(0.01)
+            wait_until(lambda: process_state(child) == "Z", "the child has its tensor")
         finally:
             may_end.set()
-        assert ended[1] == 0
+        assert os.waitpid(child, 0)[1] == 0
         assert torch.equal(asked.result(30), NUMBERS)
 
 
@@ -197,6 +195,25 @@ def test_a_relative_name_is_of_the_directory_at_opening(
         monkeypatch.chdir("/")
         assert torch.equal(file.get_tensor("w"), NUMBERS)
     assert daemon.reads(path) == 1
+
+
+@pytest.mark.parametrize("is_archive", [False, True])
+def test_a_name_that_goes_up_from_a_link_is_the_kernels(
+    is_archive: bool, daemon: FakeDaemon, tmp_path: Path
+) -> None:
+    """Not that of a file beside the link."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("a/b")
+    name = f"{tmp_path}/link/../m"
+    if is_archive:
+        torch.save({"w": NUMBERS}, name)
+        loaded = torch.load(name, mmap=True)["w"]
+    else:
+        save_file({"w": NUMBERS}, name)
+        with safe_open(name, "pt") as file:
+            loaded = file.get_tensor("w")
+    assert torch.equal(loaded, NUMBERS)
+    assert [opened.outcome for opened in daemon.opened] == ["miss"]
 
 
 def test_what_a_program_does_with_a_mapping_of_its_own_is_torchs(
