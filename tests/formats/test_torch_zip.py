@@ -328,6 +328,8 @@ def test_records_listed_out_of_order(plain: bytes) -> None:
         ({"version": b"11"}, "not one of 1 to 10"),
         ({"version": b"0x3"}, "not one of 1 to 10"),
         ({"version": b"3" * 21}, "21 bytes"),
+        ({"version": b"3", ".data/version": b"11"}, "not one of 1 to 10"),
+        ({"version": b"3", ".Data/version": b"3"}, "other letters"),
         ({"version": b"3", "byteorder": b"middle"}, "'byteorder'"),
         ({"version": b"3", ".storage_alignment": b"a"}, "not a number"),
         ({"version": b"3", "ByteOrder": b"big"}, "other letters"),
@@ -339,6 +341,13 @@ def test_records_that_torch_would_stumble_over(
 ) -> None:
     with pytest.raises(UnsupportedFormat, match=message):
         read_archive(tools.archive_of(records))
+
+
+def test_the_version_may_be_where_torch_export_has_it(tools: Any) -> None:
+    records = {".data/version": b"6\n", "data/0": b"zero"}
+    data = tools.archive_of(records)
+    assert list(read_archive(data).records) == list(records)
+    assert torch._C.PyTorchFileReader(io.BytesIO(data)).get_record("data/0") == b"zero"
 
 
 def test_archives_without_a_folder(tools: Any) -> None:

@@ -1,8 +1,10 @@
-"""torch.jit, torch.export, torch.package, distributed checkpoints: not served, and intact."""
+"""torch.export, served; torch.jit, torch.package and distributed checkpoints: not, and intact."""
 
 from __future__ import annotations
 
+import copy
 import io
+import logging
 import shutil
 import warnings
 from pathlib import Path
@@ -75,18 +77,70 @@ def script_module_loads_state_dict(work: Work) -> object:
     return [repr(result), module.state_dict(), module(BATCH)]
 
 
-@case(timeout_s=120.0)
-def export_load(work: Work) -> object:
-    def write(path: Path) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.export.save(torch.export.export(net().eval(), (BATCH,)), path)
+class _Exported(torch.nn.Module):
+    """Layers, tied weights, buffers that overlap, half precision, a constant of the program."""
 
-    path = work.file("model.pt2", write)
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+        self.tied = torch.nn.Linear(256, 256)
+        self.tied.weight = self.net.large.weight
+        both = torch.arange(512.0)
+        self.register_buffer("low", both[:256])
+        self.register_buffer("high", both[128:384])
+        self.scale = torch.nn.Parameter(torch.ones(256, dtype=torch.bfloat16), requires_grad=False)
+        self.table = torch.arange(256.0)
+
+    def forward(self, batch: torch.Tensor) -> list[torch.Tensor]:
+        batch = (batch + self.low - self.high) * self.scale.float() + self.table
+        return [self.net(batch), self.tied(batch)]
+
+
+def _exported(path: Path) -> None:
+    program = torch.export.export(_Exported().eval(), (BATCH,))
+    torch.export.save(program, path, extra_files={"note.txt": "seen"})
+
+
+def _export_loaded(source: Any, **options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        program = torch.export.load(path)
-    return [program.module()(BATCH), program.state_dict, attempt(torch.load, path)]
+        return torch.export.load(source, **options)
+
+
+@case(served=True)
+def export_load(work: Work) -> object:
+    """One case, because exporting takes seconds."""
+    path = work.file("model.pt2", _exported)
+    return [_export_by_path(path), _export_by_others(path), attempt(torch.load, path)]
+
+
+def _export_by_path(path: Path) -> object:
+    extra = {"note.txt": ""}
+    program = _export_loaded(path, extra_files=extra)
+    seen = [program.module()(BATCH), program.state_dict, program.constants, extra, str(program)]
+    with torch.no_grad():
+        program.state_dict["net.large.weight"].add_(1)
+    written = program.module()(BATCH)
+    again = _export_loaded(str(path))
+    torch.export.save(again, "again.pt2")
+    copied = copy.deepcopy(again.module())
+    saved_again = _export_loaded("again.pt2").state_dict
+    return [seen, written, again.module()(BATCH), copied(BATCH), saved_again]
+
+
+def _export_by_others(path: Path) -> object:
+    """File objects, bytes, and what is no such archive."""
+    with path.open("rb") as file:
+        seen = [_export_loaded(file).state_dict, file.tell()]
+    seen.append(_export_loaded(io.BytesIO(path.read_bytes())).state_dict)
+    Path("cut.pt2").write_bytes(path.read_bytes()[:-1000])
+    torch.save(state(), "state.pt2")
+    logging.disable()  # torch logs such errors with the number of the process
+    for name in ("cut.pt2", "state.pt2", "no-such-file.pt2"):
+        error = attempt(_export_loaded, name)
+        # Messages carry C++ back-traces: only their first lines are stable.
+        seen.append([type(error).__name__, str(error).splitlines()[0]])
+    return seen
 
 
 @case()

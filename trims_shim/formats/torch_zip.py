@@ -57,7 +57,7 @@ _MAX_DIRECTORY_BYTES = 64 << 20
 _VERSIONS = {b"%d%s" % (n, end) for n in range(1, 11) for end in (b"", b"\n")}
 """``kMinSupportedFileFormatVersion`` to ``kMaxSupportedFileFormatVersion`` of caffe2/serialize."""
 _MAX_NOTE_BYTES = 20
-_NOTES = frozenset({b".storage_alignment", b"byteorder", b"version"})
+_NOTES = frozenset({b".data/version", b".storage_alignment", b"byteorder", b"version"})
 """Records that say how to read the others. miniz finds them in letters of any case."""
 
 
@@ -327,11 +327,13 @@ def _relative_names(names: list[bytes]) -> list[str]:
 
 
 def _check_version(view: memoryview, records: Mapping[str, Span]) -> None:
-    note = _read_note(view, records, "version")
+    # As torch's reader looks for it; archives of torch.export have the first.
+    name = ".data/version" if ".data/version" in records else "version"
+    note = _read_note(view, records, name)
     if note is None:
         raise UnsupportedFormat("record 'version': missing")
     if note not in _VERSIONS:
-        raise UnsupportedFormat(f"record 'version': {note!r} is not one of 1 to 10")
+        raise UnsupportedFormat(f"record {name!r}: {note!r} is not one of 1 to 10")
     alignment = _read_note(view, records, ".storage_alignment")
     if alignment is not None and not alignment.isdigit():
         raise UnsupportedFormat(f"record '.storage_alignment': {alignment!r} is not a number")

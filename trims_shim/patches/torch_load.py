@@ -1,8 +1,7 @@
 """torch.load of zip checkpoints, through the two seams below the public function.
 
-1. ``_open_zipfile_reader``, the class that ``torch.load`` instantiates. Ours builds torch's own
-   reader first, so every check, message and file position is torch's. It overrides only where a
-   record's bytes come from: a slice of the arena instead of a fresh allocation that is read into.
+1. ``_open_zipfile_reader``, the class that ``torch.load`` instantiates. Ours makes a reader that
+   takes the bytes of records from the cache (:mod:`.torch_archive`).
 2. ``_load``, which unpickles. The pickle of a plain state dict is read as a recipe, without
    executing it, and the tensors are built from that, on the CPU or (:mod:`.torch_device_load`) on a
    CUDA device. Everything else goes to torch's ``_load``, which then uses the reader of seam 1.
@@ -20,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import io
 import logging
 import os
 import pickle
@@ -33,16 +31,15 @@ import torch.serialization
 
 from trims_shim import diagnostics, patches
 from trims_shim.client import arenas
-from trims_shim.errors import FormatError, UnsupportedFormat
-from trims_shim.formats import TorchArchive, read_archive, read_recipe
+from trims_shim.errors import FormatError
+from trims_shim.formats import read_recipe
 from trims_shim.patches import torch_device, torch_device_load, torch_from_file, torch_rebuild
-from trims_shim.patches.asking import arena_of_file
 from trims_shim.patches.points import PatchPoint, is_own
+from trims_shim.patches.torch_archive import ArchiveReader, ServedArchive, missing_method, serve
 from trims_shim.patches.torch_from_file import loads
 from trims_shim.patches.torch_modes import has_foreign_mode, has_mode, uncompiled, unseen
 from trims_shim.patches.torch_rebuild import Built
-from trims_shim.patches.torch_storage import bytes_over, storage_of
-from trims_shim.specs import Span
+from trims_shim.patches.torch_storage import bytes_over
 
 __all__ = ["POINTS"]
 
@@ -52,68 +49,19 @@ with contextlib.suppress(ImportError):  # Since torch 2.6; torch.load would impo
 
 # Private names, probed before use.
 serialization: Any = torch.serialization
-_FileReader: Any = torch._C.PyTorchFileReader
 
 _CPU = torch.device("cpu")
-_RECORD_ALIGNMENT_BYTES = 64
-"""torch.save aligns records to 64 bytes; torch's kernels expect the same of its allocator."""
 
 
-class _Served:
-    """An archive in the cache, and the storage of which its records are slices."""
+class _Reader(ArchiveReader):
+    """The reader of a torch.load; it may map its file (``mmap=True``) before it unpickles."""
 
-    __slots__ = ("archive", "storage", "view")
-
-    def __init__(self, storage: torch.UntypedStorage, view: memoryview) -> None:
-        """Raises FormatError where this package reads the archive differently from torch."""
-        self.storage = storage
-        self.view = view
-        self.archive: TorchArchive = read_archive(view)
-
-    def pickle(self) -> bytes:
-        """Return the pickle of the archive. Raises UnsupportedFormat where it has none."""
-        span = self.archive.records.get("data.pkl")
-        if span is None:
-            raise UnsupportedFormat("record 'data.pkl': missing")
-        return bytes(self.view[span.offset_bytes : span.end_bytes])
-
-    def record(self, name: str, size_bytes: int) -> Span | None:
-        """Return the place of a record; None unless it is aligned and of exactly this size."""
-        span = self.archive.records.get(name)
-        if span is None or span.size_bytes != size_bytes:
-            return None
-        return None if span.offset_bytes % _RECORD_ALIGNMENT_BYTES else span
-
-
-class _Reader(_FileReader):  # type: ignore[misc]
-    """torch's reader, except that the bytes of tensors come from the cache where they can."""
+    api = "torch.load"
+    counted_as = "torch_zip"
 
     def __init__(self, file: Any) -> None:
-        plain = _without_fsspec(file)
-        position = _position_of(plain)
         super().__init__(file)
-        self.file = plain if position == 0 else None
-        """The program's file, if the archive is all of it; else None."""
-        self._is_asked = False
-        self._served: _Served | None = None
         self._is_deferred = False
-
-    def served(self) -> _Served | None:
-        """Return the cached archive; asks on first use, so that lazy loads cost nothing."""
-        if not self._is_asked:
-            self._is_asked = True
-            self._served = self._ask() if patches.active() else None
-        return self._served
-
-    @uncompiled
-    def get_storage_from_record(self, name: str, numel: int, dtype: Any) -> Any:
-        if dtype is torch.UntypedStorage and numel > 0:
-            served = self.served()
-            span = None if served is None else served.record(name, numel)
-            if served is not None and span is not None:
-                self.leave_file_at(span.end_bytes)
-                return bytes_over(served.storage[span.offset_bytes : span.end_bytes])
-        return super().get_storage_from_record(name, numel, dtype)
 
     def defer(self, filename: str) -> bool:
         """Whether the mapping that is now made of this file will be handed to :meth:`mapped`."""
@@ -132,57 +80,12 @@ class _Reader(_FileReader):  # type: ignore[misc]
         served = None if file is None else torch_from_file.served(file)
         return mapping if served is None else served
 
-    def leave_file_at(self, position: int) -> None:
-        """Put the program's file where torch's reader would have left it."""
-        if self.file is not None:
-            self.file.seek(position)
-
     def end_load(self) -> None:
         """Do what torch does after a load; an earlier one that failed left its argument there."""
         serialization._serialization_tls.map_location = None
         torch._C._log_api_usage_metadata(
             "torch.load.metadata", {"serialization_id": self.serialization_id()}
         )
-
-    def _ask(self) -> _Served | None:
-        file = self.file
-        if file is None:
-            diagnostics.fallback("not_a_file", what="torch.load")
-            return None
-        arena = arena_of_file(file.fileno(), file.name)
-        if arena is None:
-            return None
-        served = _serve(storage_of(arena), memoryview(arena.buffer).cast("B"), arena.image.name)
-        if served is not None:
-            diagnostics.count("served", "torch_zip")
-        return served
-
-
-def _serve(storage: torch.UntypedStorage, view: memoryview, name: str) -> _Served | None:
-    try:
-        return _Served(storage, view)
-    except FormatError as error:
-        diagnostics.fallback("unsupported_format", error, what=name)
-        return None
-
-
-def _without_fsspec(file: Any) -> Any:
-    """Return the file inside fsspec's wrapper of a local file; Lightning loads such files."""
-    local = sys.modules.get("fsspec.implementations.local")
-    opener = getattr(local, "LocalFileOpener", None)
-    return file.f if opener is not None and type(file) is opener else file
-
-
-def _position_of(file: Any) -> int:
-    """Return the position of a plain open file; -1 for objects that may read other bytes."""
-    raw = file.raw if type(file) is io.BufferedReader else file
-    if type(raw) is not io.FileIO or not raw.readable():
-        return -1
-    try:
-        # The archive begins at the file's position, and only a whole file is an image.
-        return int(file.tell())
-    except (OSError, ValueError):
-        return -1
 
 
 # --- seam 1 ---------------------------------------------------------------------------------------
@@ -226,9 +129,7 @@ def _probe_reader() -> str | None:
     opener = getattr(serialization, "_open_zipfile_reader", None)
     if not isinstance(opener, type) or not issubclass(opener, serialization._opener):
         return "torch.serialization._open_zipfile_reader is not the class it was"
-    if not hasattr(_FileReader, "get_storage_from_record"):
-        return "PyTorchFileReader.get_storage_from_record is gone"
-    return None
+    return missing_method()
 
 
 # --- seam 2 ---------------------------------------------------------------------------------------
@@ -415,7 +316,7 @@ def _build_on_host(reader: _Reader, map_location: Any, overall_storage: Any) -> 
     return Built(result)
 
 
-def _assemble(reader: _Reader, served: _Served, *, is_on_cpu: bool) -> tuple[Any, int] | None:
+def _assemble(reader: _Reader, served: ServedArchive, *, is_on_cpu: bool) -> tuple[Any, int] | None:
     """Return the result, and where in the file torch would have read last; or None.
 
     ``is_on_cpu``: all of it goes there, whatever the pickle says. Raises FormatError.
@@ -441,7 +342,7 @@ def _assemble(reader: _Reader, served: _Served, *, is_on_cpu: bool) -> tuple[Any
     return torch_rebuild.assemble(recipe, storages, torch_rebuild.Blanks(_CPU)), end_bytes
 
 
-def _served_by(reader: _Reader, overall_storage: Any) -> _Served | None:
+def _served_by(reader: _Reader, overall_storage: Any) -> ServedArchive | None:
     if overall_storage is None:
         return reader.served()
     # torch.load(mmap=True): from_file made the mapping, perhaps ours.
@@ -454,7 +355,7 @@ def _served_by(reader: _Reader, overall_storage: Any) -> _Served | None:
     with unseen():
         array: Any = bytes_over(overall_storage).numpy()
     view = memoryview(array)
-    return _serve(overall_storage, view, "torch.load(mmap=True)")
+    return serve(overall_storage, view, "torch.load(mmap=True)")
 
 
 def _torch_computes_offsets() -> bool:
