@@ -103,3 +103,24 @@ def test_a_margin() -> None:
     assert queued(26, 26, margin_ms=3).choose(0) == 1
     history = run(partial(Clockwork, margin_ms=5), Instance((Request(0, 0, ms(26)),), PROFILE))
     assert history.dropped == {0: DropReason.HOPELESS}
+
+
+def test_what_moves_up_may_be_too_heavy() -> None:
+    """Four end at 28, too late for the first; the four behind it weigh more than a batch may."""
+    rule = queued()
+    rule.max_weight = 6
+    for number, (deadline_ms, weight) in enumerate([(25, 1), (28, 3), (28, 1), (28, 1), (28, 2)]):
+        rule.queue.add(Request(number, 0, ms(deadline_ms), weight=weight))
+    assert rule.choose(0) == 2
+    assert not rule.take_drops()
+
+
+def test_what_is_given_up_may_have_been_too_heavy() -> None:
+    rule = queued()
+    rule.max_weight = 4
+    for number, (deadline_ms, weight) in enumerate([(25, 4), (28, 1), (28, 1), (28, 1), (28, 1)]):
+        rule.queue.add(Request(number, 0, ms(deadline_ms), weight=weight))
+    assert rule.choose(0) == 4
+    assert [(each.requests[0].number, each.reason) for each in rule.take_drops()] == [
+        (0, DropReason.SHED)
+    ]

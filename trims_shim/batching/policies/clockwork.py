@@ -41,7 +41,7 @@ class Clockwork(Rule):
     def choose(self, now_ns: int) -> int:
         """See :class:`~trims_shim.batching.rules.Rule`."""
         self.drop_hopeless(now_ns)
-        most = self.room()
+        most = min(len(self.queue), self.max_batch_size)  # the heavy ones may be in front
         while most:
             size = self._supported(most)
             late = self._in_front(size, now_ns)
@@ -63,9 +63,18 @@ class Clockwork(Rule):
         """Return the requests that a batch of ``size`` passes over; None if it cannot be filled."""
         end_ns = now_ns + self.margin_ns + self.profile.latency_ns(size)
         late: list[Request] = []
-        for index, request in enumerate(self.queue):
+        batch: list[Request] = []
+        for request in self.queue:
             if request.deadline_ns < end_ns:
                 late.append(request)
-            elif index + 1 - len(late) == size:
-                return late
+                continue
+            batch.append(request)
+            if len(batch) == size:
+                return late if self._fits(batch) else None
         return None
+
+    def _fits(self, batch: list[Request]) -> bool:
+        """Whether a batch may weigh that much; one request may weigh anything."""
+        if self.max_weight is None or len(batch) == 1:
+            return True
+        return sum(request.weight for request in batch) <= self.max_weight
