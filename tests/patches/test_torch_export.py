@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.export.pt2_archive._package as package
+from torch._export.serde.serialize import deserialize_scalar_type
 
 from trims_shim import diagnostics, patches
 from trims_shim.client import arenas
@@ -60,14 +61,37 @@ def path(tmp_path: Path, archive: bytes) -> Path:
     return path
 
 
-@pytest.fixture
-def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
+def _as_before_2_13(reader: Any, config: Any, base_dir: str) -> dict[str, torch.Tensor]:
+    """Torch's way from 2.9 to 2.12: a tensor over the bytes that the reader returns."""
+    tensors: dict[str, torch.Tensor] = {}
+    for meta in config.config.values():
+        if meta.path_name not in tensors:
+            content = reader.read_bytes(os.path.join(base_dir, meta.path_name))
+            dtype = deserialize_scalar_type(meta.tensor_meta.dtype)
+            wants_grad = meta.tensor_meta.requires_grad
+            tensors[meta.path_name] = torch.frombuffer(
+                content, dtype=dtype, requires_grad=wants_grad
+            )
+    return tensors
+
+
+_as_before_2_13.__module__ = package.__name__
+
+
+@pytest.fixture(params=["as it is", "as it was"])
+def daemon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
+    """With torch's way to read weights as it is, and as it was before 2.13."""
+    if request.param == "as it was":
+        monkeypatch.setattr(package, "_build_file_map", _as_before_2_13)
+    reads_bytes = "read_bytes" in package._build_file_map.__code__.co_names
     monkeypatch.setattr(patches, "active", lambda: True)
-    applied = points.apply(torch_export.POINTS[0])
-    assert applied.state is points.PatchState.APPLIED, applied.reason
+    applied = [points.apply(point) for point in torch_export.POINTS]
+    assert applied[0].state is points.PatchState.APPLIED, applied[0].reason
+    assert (applied[1].state is points.PatchState.APPLIED) == reads_bytes
     with FakeDaemon() as daemon:
         yield daemon
-    points.undo(applied)
+    for patch in applied:
+        points.undo(patch)
 
 
 def load(source: Any, **options: Any) -> Any:
@@ -249,9 +273,14 @@ def test_no_descriptor_stays_open(daemon: FakeDaemon, path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_records_are_bytes_for_everybody_else(daemon: FakeDaemon, path: Path) -> None:
+    load(path)
+    with package.PT2ArchiveReader(str(path)) as reader:
+        assert type(reader.read_bytes("data/weights/weight_0")) is bytes
+
+
 def test_a_reader_that_reads_otherwise_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before torch 2.13 or so, weights were read as bytes."""
     monkeypatch.setattr(package, "_build_file_map", lambda reader, config, base: {})
-    applied = points.apply(torch_export.POINTS[0])
-    assert applied.state is points.PatchState.SKIPPED
-    assert applied.reason == "weights are not read as storages"
+    applied = [points.apply(point) for point in torch_export.POINTS]
+    assert [each.state for each in applied] == [points.PatchState.SKIPPED] * 2
+    assert applied[0].reason == "weights are read in an unknown way"

@@ -54,6 +54,13 @@ class ServedArchive:
             return None
         return None if span.offset_bytes % _RECORD_ALIGNMENT_BYTES else span
 
+    def view_of(self, name: str) -> memoryview | None:
+        """Return the bytes of a record, read-only as ``bytes`` are; None unless it is aligned."""
+        span = self.archive.records.get(name)
+        if span is None or self.record(name, span.size_bytes) is None:
+            return None
+        return self.view[span.offset_bytes : span.end_bytes].toreadonly()
+
 
 class ArchiveReader(_FileReader):  # type: ignore[misc]
     """torch's reader, except that the bytes of tensors come from the cache where they can."""
