@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import warnings
@@ -78,9 +79,16 @@ def _as_before_2_13(reader: Any, config: Any, base_dir: str) -> dict[str, torch.
 _as_before_2_13.__module__ = package.__name__
 
 
+def torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have torch's own functions, if ``import trims_shim`` has patched them here already."""
+    for owner, name in ((package.PT2ArchiveReader, "__init__"), (package, "_build_file_map")):
+        monkeypatch.setattr(owner, name, inspect.unwrap(getattr(owner, name)))
+
+
 @pytest.fixture(params=["as it is", "as it was"])
 def daemon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
     """With torch's way to read weights as it is, and as it was before 2.13."""
+    torchs(monkeypatch)
     if request.param == "as it was":
         monkeypatch.setattr(package, "_build_file_map", _as_before_2_13)
     reads_bytes = "read_bytes" in package._build_file_map.__code__.co_names
@@ -280,6 +288,7 @@ def test_records_are_bytes_for_everybody_else(daemon: FakeDaemon, path: Path) ->
 
 
 def test_a_reader_that_reads_otherwise_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchs(monkeypatch)
     monkeypatch.setattr(package, "_build_file_map", lambda reader, config, base: {})
     applied = [points.apply(point) for point in torch_export.POINTS]
     assert [each.state for each in applied] == [points.PatchState.SKIPPED] * 2
