@@ -76,9 +76,6 @@ def _as_before_2_13(reader: Any, config: Any, base_dir: str) -> dict[str, torch.
     return tensors
 
 
-_as_before_2_13.__module__ = package.__name__
-
-
 def torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have torch's own functions, if ``import trims_shim`` has patched them here already."""
     for owner, name in ((package.PT2ArchiveReader, "__init__"), (package, "_build_file_map")):

@@ -47,19 +47,17 @@ class ServedArchive:
             raise UnsupportedFormat("record 'data.pkl': missing")
         return bytes(self.view[span.offset_bytes : span.end_bytes])
 
-    def record(self, name: str, size_bytes: int) -> Span | None:
-        """Return the place of a record; None unless it is aligned and of exactly this size."""
+    def record(self, name: str, size_bytes: int | None = None) -> Span | None:
+        """Return the place of a record; None unless it is aligned and of the size, if given."""
         span = self.archive.records.get(name)
-        if span is None or span.size_bytes != size_bytes:
+        if span is None or size_bytes not in (None, span.size_bytes):
             return None
         return None if span.offset_bytes % _RECORD_ALIGNMENT_BYTES else span
 
     def view_of(self, name: str) -> memoryview | None:
         """Return the bytes of a record, read-only as ``bytes`` are; None unless it is aligned."""
-        span = self.archive.records.get(name)
-        if span is None or self.record(name, span.size_bytes) is None:
-            return None
-        return self.view[span.offset_bytes : span.end_bytes].toreadonly()
+        span = self.record(name)
+        return None if span is None else self.view[span.offset_bytes : span.end_bytes].toreadonly()
 
 
 class ArchiveReader(_FileReader):  # type: ignore[misc]

@@ -105,21 +105,24 @@ def test_a_margin() -> None:
     assert history.dropped == {0: DropReason.HOPELESS}
 
 
+def of_weights(max_weight: int, *weights: int) -> Clockwork:
+    """Requests of these weights, of which only the first cannot wait for a batch of four."""
+    rule = queued()
+    rule.max_weight = max_weight
+    for number, weight in enumerate(weights):
+        rule.queue.add(Request(number, 0, ms(28 if number else 25), weight=weight))
+    return rule
+
+
 def test_what_moves_up_may_be_too_heavy() -> None:
     """Four end at 28, too late for the first; the four behind it weigh more than a batch may."""
-    rule = queued()
-    rule.max_weight = 6
-    for number, (deadline_ms, weight) in enumerate([(25, 1), (28, 3), (28, 1), (28, 1), (28, 2)]):
-        rule.queue.add(Request(number, 0, ms(deadline_ms), weight=weight))
+    rule = of_weights(6, 1, 3, 1, 1, 2)
     assert rule.choose(0) == 2
     assert not rule.take_drops()
 
 
 def test_what_is_given_up_may_have_been_too_heavy() -> None:
-    rule = queued()
-    rule.max_weight = 4
-    for number, (deadline_ms, weight) in enumerate([(25, 4), (28, 1), (28, 1), (28, 1), (28, 1)]):
-        rule.queue.add(Request(number, 0, ms(deadline_ms), weight=weight))
+    rule = of_weights(4, 4, 1, 1, 1, 1)
     assert rule.choose(0) == 4
     assert [(each.requests[0].number, each.reason) for each in rule.take_drops()] == [
         (0, DropReason.SHED)

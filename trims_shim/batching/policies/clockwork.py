@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
+from trims_shim.batching.ordering import DeadlineQueue
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import DropReason, Request
 from trims_shim.batching.rules import Rule
@@ -63,18 +64,16 @@ class Clockwork(Rule):
         """Return the requests that a batch of ``size`` passes over; None if it cannot be filled."""
         end_ns = now_ns + self.margin_ns + self.profile.latency_ns(size)
         late: list[Request] = []
-        batch: list[Request] = []
+        batch = DeadlineQueue()
         for request in self.queue:
             if request.deadline_ns < end_ns:
                 late.append(request)
                 continue
-            batch.append(request)
+            batch.add(request)
             if len(batch) == size:
                 return late if self._fits(batch) else None
         return None
 
-    def _fits(self, batch: list[Request]) -> bool:
-        """Whether a batch may weigh that much; one request may weigh anything."""
-        if self.max_weight is None or len(batch) == 1:
-            return True
-        return sum(request.weight for request in batch) <= self.max_weight
+    def _fits(self, batch: DeadlineQueue) -> bool:
+        size = len(batch)
+        return self.max_weight is None or batch.within_weight(size, self.max_weight) == size
