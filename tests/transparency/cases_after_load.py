@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .payloads import bulk, counting, net, pickled_bytes, saved, state
+from .payloads import bulk, counting, fixed_length_keys, net, pickled_bytes, saved, state
 from .registry import Work, attempt, case, cases
 
 LOADS = {"plain": {}, "mmap": {"mmap": True}, "unsafe": {"weights_only": False}}
@@ -158,8 +158,7 @@ def saved_again(work: Work, options: dict[str, Any]) -> object:
     torch.save(loaded, "legacy.pt", _use_new_zipfile_serialization=False)
     names = ("all.pt", "weight.pt", "views.pt")
     contents = [(work.directory / name).read_bytes() for name in names]
-    # The legacy format stores keys made from addresses: their length differs.
-    legacy = (work.directory / "legacy.pt").stat().st_size // 1024
+    legacy = len(fixed_length_keys((work.directory / "legacy.pt").read_bytes()))
     return [contents, legacy, *(torch.load(name) for name in names)]
 
 

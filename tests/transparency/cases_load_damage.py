@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .payloads import counting, net, rewrite_zip, saved, saved_bytes, state
+from .payloads import counting, legacy_bytes, net, rewrite_zip, saved, saved_bytes, state
 from .registry import Work, attempt, case, cases
 
 
@@ -190,7 +190,7 @@ def legacy_format(work: Work) -> object:
 @case()
 def legacy_format_damaged(work: Work) -> object:
     # One tensor: the order of several follows their addresses.
-    data = saved_bytes(counting(1 << 20), _use_new_zipfile_serialization=False)
+    data = legacy_bytes(counting(1 << 20))
     half = work.file("half.pt", lambda path: path.write_bytes(data[: -(1 << 20)]))
     wrong = work.file("wrong.pt", lambda path: path.write_bytes(_flipped(data, 3)))
     return [_all_ways(half), _all_ways(wrong)]

@@ -15,7 +15,7 @@ from typing import Any
 import fsspec
 import torch
 
-from .payloads import saved, saved_bytes, state
+from .payloads import legacy_bytes, saved, saved_bytes, state
 from .registry import Work, attempt, case, cases
 
 
@@ -226,12 +226,8 @@ def archive_before_a_trailer(work: Work) -> object:
 
 @case()
 def legacy_objects_in_one_file(work: Work) -> object:
-    def write(path: Path) -> None:
-        with path.open("wb") as file:
-            for start in (0, 5):
-                torch.save(state(start), file, _use_new_zipfile_serialization=False)
-
-    with work.file("model.pt", write).open("rb") as file:
+    both = legacy_bytes(state()) + legacy_bytes(state(start=5))
+    with work.file("model.pt", lambda path: path.write_bytes(both)).open("rb") as file:
         return [torch.load(file), file.tell(), torch.load(file), file.tell()]
 
 

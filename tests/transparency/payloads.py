@@ -21,6 +21,8 @@ __all__ = [
     "Net",
     "bulk",
     "counting",
+    "fixed_length_keys",
+    "legacy_bytes",
     "net",
     "pickled_bytes",
     "rewrite_zip",
@@ -29,6 +31,9 @@ __all__ = [
     "state",
     "with_bulk",
 ]
+
+# Pickled strings of 7 to 15 digits: the keys of storages in the format before torch 1.6.
+_ADDRESSES = re.compile(b"|".join(rb"X\x%02x\0\0\0\d{%d}" % (n, n) for n in range(7, 16)))
 
 
 def counting(*shape: int, dtype: torch.dtype = torch.float32, start: int = 0) -> torch.Tensor:
@@ -69,6 +74,16 @@ def saved_bytes(value: Any, **options: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer, **options)
     return buffer.getvalue()
+
+
+def legacy_bytes(value: Any) -> bytes:
+    """What torch.save writes in its format of before 1.6."""
+    return fixed_length_keys(saved_bytes(value, _use_new_zipfile_serialization=False))
+
+
+def fixed_length_keys(legacy: bytes) -> bytes:
+    """The same with keys of 20 digits: torch's are addresses, of as many digits as those have."""
+    return _ADDRESSES.sub(lambda found: b"X\x14\0\0\0" + found[0][5:].rjust(20, b"0"), legacy)
 
 
 class Net(torch.nn.Module):
