@@ -11,7 +11,7 @@ PYTEST_ARGS ?= -n 4 --dist loadfile --no-loadscope-reorder
 export PYTHONDONTWRITEBYTECODE =
 STAMP = $(VENV)/.installed
 
-.PHONY: demo test lint bench bench-ort bench-batching gpu-check docs setup clean
+.PHONY: demo test lint bench bench-ort bench-batching gpu-check docs dist setup clean
 
 setup: $(STAMP)
 
@@ -50,5 +50,9 @@ gpu-check:
 docs: $(STAMP)
 	$(BIN)/python scripts/check_docs.py
 
+# What is uploaded to a package index; PYTHONS="python3.10 python3.12": a wheel for each.
+dist:
+	scripts/dist.sh dist $(or $(PYTHONS),$(PYTHON))
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build dist *.egg-info

@@ -38,7 +38,7 @@ from trims_shim.batching.arguments import (
 )
 from trims_shim.batching.collating.collate import Collate, CollateSpec
 from trims_shim.batching.drivers.dispatch import Dispatch
-from trims_shim.batching.drivers.engine import Engine, EngineKind
+from trims_shim.batching.drivers.engine import JOIN_S, Engine, EngineKind
 from trims_shim.batching.drivers.instances import Beside, Inside
 from trims_shim.batching.drivers.learning import Learning
 from trims_shim.batching.drivers.options import Options
@@ -502,10 +502,12 @@ class Batcher(Generic[Item, Result, Piece]):
         """Take no more requests, and wait until all open ones are answered.
 
         With ``cancel``, requests whose batch has not begun fail with BatcherClosed. Raises
-        TimeoutError; it is closed nevertheless.
+        TimeoutError; it is closed nevertheless. Afterwards no thread of the batcher holds the
+        function, or memory of its batches.
         """
         limit_s = None if timeout_s is None else patience_s("timeout_s", timeout_s)
         self._engine.shut_down(cancel=cancel, timeout_s=limit_s)
+        self._engine.join()
 
     async def adrain(self) -> None:
         """As :meth:`drain`; awaits."""
@@ -517,6 +519,7 @@ class Batcher(Generic[Item, Result, Piece]):
         self._engine.close(cancel=cancel)
         await _aio().settled(self._engine)
         self._engine.rest()
+        await _aio().joined(self._engine, JOIN_S)
 
     def __enter__(self) -> Self:
         return self

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
+import gc
 import signal
 import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -754,3 +757,38 @@ def test_nobody_waits_in_the_middle_of_a_batch(devices: int) -> None:
             batcher(1)
         may_end.set()
         assert batcher(2) == 2
+
+
+async def _serve_and_aclose(batcher: Batcher[Any, Any, Any]) -> None:
+    async with batcher:
+        await batcher.aio(1)
+
+
+def _serve_and_close(batcher: Batcher[Any, Any, Any]) -> None:
+    with batcher:
+        batcher.submit(1).result()
+
+
+@pytest.mark.parametrize(
+    "serve",
+    [_serve_and_close, lambda batcher: asyncio.run(_serve_and_aclose(batcher))],
+    ids=["close", "aclose"],
+)
+def test_no_thread_holds_the_function_of_a_closed_batcher(
+    monkeypatch: pytest.MonkeyPatch, serve: Callable[[Batcher[Any, Any, Any]], None]
+) -> None:
+    step = threads._step
+
+    def slow_step(dispatch: threads.ThreadDispatch, worker: Seat) -> bool:
+        found = step(dispatch, worker)
+        time.sleep(0.05)  # the answer is there, the thread is still busy
+        return found
+
+    monkeypatch.setattr(threads, "_step", slow_step)
+    model = types.MethodType(lambda self, items: items, "weights")
+    held = weakref.ref(model)
+    batcher = greedy(model)
+    serve(batcher)
+    del batcher, model
+    gc.collect()
+    assert held() is None

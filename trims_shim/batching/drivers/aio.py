@@ -14,6 +14,7 @@ import contextvars
 import functools
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
@@ -38,6 +39,7 @@ __all__ = [
     "Mailbox",
     "ThreadLoop",
     "call",
+    "joined",
     "settled",
     "stream",
 ]
@@ -48,6 +50,9 @@ _running: contextvars.ContextVar[tuple[weakref.ref[Job], ...]] = contextvars.Con
 """The batch that runs here, and batches (of other batchers, too) inside of which it was begun, as
 they may wait for it. Weak: all that a batch leaves behind (tasks, timers, connections) has its
 context, too."""
+
+_LOOK_S = 0.001
+"""How often it is seen whether threads have ended."""
 
 
 class Mailbox:
@@ -386,6 +391,13 @@ async def settled(engine: Engine) -> None:
     reply = AwaitedReply(future, engine.mailbox(loop))
     engine.watch(lambda: reply.answer(None))
     await future
+
+
+async def joined(engine: Engine, limit_s: float) -> None:
+    """As ``engine.join()``; awaits."""
+    end_s = time.monotonic() + limit_s
+    while any(each.is_alive() for each in engine.workers()) and time.monotonic() < end_s:
+        await asyncio.sleep(_LOOK_S)
 
 
 class ThreadLoop:

@@ -519,6 +519,10 @@ class Dispatch(ABC):
     def rest(self) -> None:  # noqa: B027  (most have nothing to put down)
         """It is closed, and nothing will come: let threads end now."""
 
+    def workers(self) -> list[threading.Thread]:
+        """Its threads, but one of a loop; each holds the function while it has something to do."""
+        return []
+
     @property
     def is_busy(self) -> bool:
         """Whether there are requests, or events that may be some."""

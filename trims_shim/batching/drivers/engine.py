@@ -23,7 +23,7 @@ from trims_shim.batching.drivers.functions import BatchFunction
 from trims_shim.batching.drivers.learning import Learning
 from trims_shim.batching.drivers.options import Options
 from trims_shim.batching.drivers.replies import Entry, Failure, Seat
-from trims_shim.batching.drivers.threads import ThreadDispatch, join_workers
+from trims_shim.batching.drivers.threads import ThreadDispatch, join, join_workers
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.profiles.profiling import measure
 from trims_shim.batching.protocol import Request
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
     from trims_shim.batching.drivers.aio import LoopDispatch, Mailbox
 
-__all__ = ["EXIT_S", "Engine", "EngineKind"]
+__all__ = ["EXIT_S", "JOIN_S", "Engine", "EngineKind"]
 
 EXIT_S = 10.0
 """How long the end of the interpreter waits for answers; a batch that hangs must not keep it."""
 
-_JOIN_S = 1.0
-"""How long it waits for threads that have nothing to do any more; they take some microseconds."""
+JOIN_S = 1.0
+"""How long ends wait for threads that have nothing to do any more; they take some microseconds."""
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _parents: list[object] = []
@@ -220,6 +220,14 @@ class Engine:
             dispatch.rest()
         self.keep()
 
+    def join(self) -> None:
+        """After :meth:`rest`: wait for workers to end, as until then they may hold the function."""
+        join(self.workers(), JOIN_S)
+
+    def workers(self) -> list[threading.Thread]:
+        """Threads that run batches of a synchronous function."""
+        return [thread for dispatch in self.dispatches() for thread in dispatch.workers()]
+
     def keep(self) -> None:
         """Save what was learned for the next process."""
         self.options.learning.save()
@@ -318,7 +326,7 @@ def _at_exit() -> None:
     end_s = time.monotonic() + EXIT_S
     for engine in list(_engines):
         engine.finish(max(0.0, end_s - time.monotonic()))
-    join_workers(_JOIN_S)
+    join_workers(JOIN_S)
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

@@ -20,6 +20,7 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from trims_shim.batching.drivers.dispatch import Dispatch, nothing
@@ -32,7 +33,7 @@ from trims_shim.batching.torch_settings import adopt_torch_threads
 from trims_shim.diagnostics import is_interrupt
 from trims_shim.errors import BatcherClosed, QueueFull
 
-__all__ = ["IDLE_S", "ThreadDispatch", "join_workers"]
+__all__ = ["IDLE_S", "ThreadDispatch", "join", "join_workers"]
 
 _logger = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ class ThreadDispatch(Dispatch):
         self._keeper: Seat | None = None
         self._runners: dict[int, int] = {}
         """How many runs of batches are nested, by thread."""
+        self._workers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        """Those that have been started; without those that are gone."""
         self._starting: dict[Seat, int] = {}
         """Of workers whose threads are not started yet: the thread that starts them."""
         self._seats: dict[int, Seat] = {}
@@ -212,6 +215,10 @@ class ThreadDispatch(Dispatch):
         """See :class:`Dispatch`."""
         _wake_all(list(self._idle))
 
+    def workers(self) -> list[threading.Thread]:
+        """See :class:`Dispatch`."""
+        return list(self._workers)
+
     def _run_in_worker(self, job: Job) -> None:
         try:
             adopt_torch_threads()
@@ -325,6 +332,7 @@ class ThreadDispatch(Dispatch):
                 daemon=True,
             )
             thread.start()
+            self._workers.add(thread)
             _started.add(thread)
         except BaseException as error:
             if not _is_first(claim):
@@ -475,9 +483,15 @@ def join_workers(timeout_s: float) -> None:
     A thread that still frees a tensor when the interpreter ends aborts the process: torch takes the
     interpreter's lock again in a destructor, and the end of a thread must not leave one.
     """
+    join(list(_started), timeout_s)
+
+
+def join(threads: Iterable[threading.Thread], timeout_s: float) -> None:
+    """Wait at most ``timeout_s`` for all of them to end; not for the one that waits."""
     end_s = time.monotonic() + timeout_s
-    for thread in list(_started):
-        thread.join(max(0.0, end_s - time.monotonic()))
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, end_s - time.monotonic()))
 
 
 def _wake_all(workers: list[Seat]) -> None:
