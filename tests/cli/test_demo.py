@@ -30,6 +30,13 @@ def test_without_torch_it_says_so(trims: Trims) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_with_a_setting_that_cannot_be_used_nothing_is_measured(trims: Trims) -> None:
+    done = trims("demo", "--size-mb=1", "--processes=2", TRIMS_HOST_BYTES="lots")
+    assert (done.returncode, done.stdout) == (Exit.USAGE, ""), done.stdout + done.stderr
+    (line,) = done.stderr.splitlines()  # said once, and nothing was begun
+    assert line.startswith("trims_shim stays inactive: TRIMS_HOST_BYTES: 'lots' is not a size")
+
+
 @pytest.mark.slow
 def test_the_demonstration_succeeds_without_extras_and_fits_a_narrow_terminal(
     trims: Trims, tmp_path: Path

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from trims_shim import config
 from trims_shim.cli.daemon import stop_if_running
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.progress import say
@@ -185,8 +186,9 @@ def demo(arguments: argparse.Namespace) -> Exit:
     """Run the demonstration; OK only if all results are equal and later processes were served.
 
     Prints a table, or one JSON object. Blocks for some ten seconds and starts child processes;
-    needs torch, and as much disk as the model has.
+    needs torch, and as much disk as the model has. Raises ConfigError.
     """
+    config.current()  # with settings that cannot be used, no process would be served
     if importlib.util.find_spec("torch") is None:
         print(f"trims demo: {sys.executable} has no torch; install it there", file=sys.stderr)
         return Exit.FAILED
