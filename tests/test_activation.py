@@ -134,6 +134,14 @@ def test_log_file_that_cannot_be_written_fails_no_load(run: Run, tmp_path: Path)
     assert "(small_file)" in run(gone + load, **settings, TRIMS_LOG_FILE="log").stderr
 
 
+def test_log_file_may_be_below_the_home(run: Run, tmp_path: Path) -> None:
+    # ~ is the shell's business, but for trims.toml, and for what containers and services set.
+    settings = {"TRIMS_LOG": "debug", "TRIMS_MIN_BYTES": "1G", "TRIMS_LOG_FILE": "~/log"}
+    load = "import trims_shim, sys; from safetensors.numpy import load_file; load_file(sys.argv[1])"
+    assert run(load, **settings, HOME=str(tmp_path)).stderr == ""
+    assert "(small_file)" in (tmp_path / "log").read_text()
+
+
 def test_the_log_has_every_name(run: Run, tmp_path: Path) -> None:
     done = run(
         "import os, shutil, sys, trims_shim; from safetensors.numpy import load_file\n"

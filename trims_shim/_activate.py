@@ -62,6 +62,7 @@ def _set_up_logging(settings: Config) -> None:
         return
     import contextlib
     import logging
+    import os
 
     from trims_shim.diagnostics import LogFile
 
@@ -71,6 +72,6 @@ def _set_up_logging(settings: Config) -> None:
     if settings.log_file:
         # Fails for a relative path in a deleted working directory: stderr then takes the log.
         with contextlib.suppress(OSError):
-            handler = LogFile(settings.log_file)
+            handler = LogFile(os.path.expanduser(settings.log_file))
     handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(message)s"))
     logger.addHandler(handler)
