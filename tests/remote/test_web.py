@@ -309,6 +309,12 @@ PAGE = b"""<html><a href="../">up</a> <a href="?C=N;O=D">Name</a> <a href="/">to
 <a href="below/">below/</a> <a href="http://elsewhere.example/x.bin">x</a> <a name="here">x</a>"""
 
 
+def test_what_is_no_text_on_the_command_line_is_asked_for_as_its_bytes(web: WebServer) -> None:
+    """Python gives such arguments as it gives such names of files: as surrogates."""
+    url = web.put("m\u00f6del.pt", CONTENT)
+    assert read(url.encode().decode("ascii", "surrogateescape")) == CONTENT
+
+
 def test_a_folder_is_what_its_page_links_to(web: WebServer) -> None:
     url = web.put("bert/", PAGE)
     for name in ("config.json", "with space.bin", "below/a.bin", "below/deep/b.bin"):

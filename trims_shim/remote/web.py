@@ -195,7 +195,8 @@ class _Links(HTMLParser):
 @contextlib.contextmanager
 def _answer(url: str, headers: dict[str, str]) -> Iterator[_Response]:
     """The answer to a GET. Raises OSError (not there, not allowed), RemoteUnreachable."""
-    whole = quote(url, safe="%/:=&?~#+!$,;'@()*[]")
+    # Of a command line in another encoding, as of files' names, the bytes are what was meant.
+    whole = quote(url, safe="%/:=&?~#+!$,;'@()*[]", errors="surrogateescape")
     request = urllib.request.Request(whole, headers=headers)
     request.add_header("User-Agent", f"trims_shim/{__version__}")
     if password := _password(url):
