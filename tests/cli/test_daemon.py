@@ -74,6 +74,21 @@ def test_daemon_serves_in_the_foreground(
         process.wait()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("TRIMS_SOCKET_DIR", "/tmp/" + "x" * 120, "is too long: its socket names take"),
+        ("TRIMS_GROUP", "no-such-group-of-trims", "no group 'no-such-group-of-trims'"),
+    ],
+)
+def test_a_setting_that_it_cannot_serve_with_ends_it_as_other_commands(
+    trims: Trims, name: str, value: str, message: str
+) -> None:
+    done = trims("daemon", **{name: value})
+    assert done.returncode == Exit.USAGE, done.stderr
+    assert message in done.stderr
+
+
 def test_nohup_keeps_it_from_ending_with_the_terminal(trims: Trims) -> None:
     process = subprocess.Popen(
         ["nohup", sys.executable, "-m", "trims_shim", "daemon"],

@@ -74,7 +74,7 @@ def run(*, report_descriptor: int | None = None, settings: Config | None = None)
         server = _build(endpoint, config)
     except TrimsError as error:
         report.send(Outcome.FAILED, str(error))
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1  # as all commands of `trims`
     # Border: the client that waits must hear of every failure.
     except Exception as error:
         report.send(Outcome.FAILED, f"{type(error).__name__}: {error}")
