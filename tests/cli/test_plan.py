@@ -155,6 +155,16 @@ def test_a_plan_is_tried_on_a_trace(
     ]
 
 
+def test_a_family_that_no_device_can_answer_keeps_no_plan_from_others(
+    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = CLUSTER.replace("{ 1 = 60, 4 = 200 }", "{ 1 = 600 }")
+    cluster.write_text(slow.replace("demand_qps = 20", "demand_qps = 0"))
+    (tmp_path / "trace.txt").write_text("".join(f"{i}\n" for i in range(5000)))
+    words = ["--replan", "--trace", f"classify={tmp_path}/trace.txt"]
+    assert printed(capsys, "simulate", str(cluster), *words)["loads"] > 0
+
+
 def test_a_trace_of_what_no_device_runs(
     cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

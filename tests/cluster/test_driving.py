@@ -495,6 +495,12 @@ def test_it_is_planned_for_what_loads_and_the_devices_that_are_there(make: Maker
     assert world.problems[0].devices == {"gpu": 2}
 
 
+def test_a_family_that_no_device_can_answer_keeps_no_plan_from_others(make: Maker) -> None:
+    world = make([])
+    wait_until(lambda: world.asked() and bool(world.problems), "a plan")
+    assert world.problems[0].families == ["cats"]  # no option is of dogs
+
+
 def test_a_plan_for_more_devices_than_there_are_is_not_carried_out(
     make: Maker, caplog: pytest.LogCaptureFixture
 ) -> None:

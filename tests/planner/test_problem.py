@@ -38,3 +38,9 @@ def test_an_option_that_is_too_slow_is_none() -> None:
 def test_nonsense_is_refused(devices, options, demand_qps, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):
         Problem(devices, options, demand_qps)
+
+
+def test_a_demand_that_was_seen_is_that_of_families_with_an_option() -> None:
+    problem = Problem({"gpu": 1}, [CAT], {"cats": 10, "dogs": 0})
+    seen = problem.asked({"cats": 20, "dogs": 0.1})
+    assert seen == Problem({"gpu": 1}, [CAT], {"cats": 20, "dogs": 0.0})

@@ -180,7 +180,7 @@ def _serving(cluster: Cluster, placement: Placement, arguments: argparse.Namespa
     problem = cluster.problem
 
     def plan(demand_qps: Mapping[str, float], before: Placement) -> Placement:
-        return _planned(dataclasses.replace(problem, demand_qps=demand_qps), arguments, before)
+        return _planned(problem.asked(demand_qps), arguments, before)
 
     if not problem.options:
         raise PlanningError(f"{arguments.problem}: no device runs any variant within its objective")

@@ -270,10 +270,9 @@ class Driver:
         present = self._fleet.present
         counts = Counter(device.kind for device in present)
         problem = replace(
-            self._problem,
+            self._problem.asked(replanner.wanted_qps(now_ns)),
             devices={kind: counts[kind] for kind in self._problem.devices},
             options=[each for each in self._problem.options if each not in self._fleet.unloadable],
-            demand_qps=replanner.wanted_qps(now_ns),
         )
         asked = {device.number: self._actors[device.number].resident.remote() for device in present}
         # In a thread, as the solver may take seconds.

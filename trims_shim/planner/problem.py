@@ -90,6 +90,19 @@ class Problem:
         """Its options, each with its index."""
         return ((i, each) for i, each in enumerate(self.options) if each.family == family)
 
+    def asked(self, demand_qps: Mapping[str, float]) -> Problem:
+        """The same with a demand that was seen, but for families without an option.
+
+        Nobody can answer them; they must not keep a new plan from the others.
+        """
+        possible = {option.family for option in self.options}
+        return replace(
+            self,
+            demand_qps={
+                family: qps if family in possible else 0.0 for family, qps in demand_qps.items()
+            },
+        )
+
     def times(self, factor: float) -> Problem:
         """The same with ``factor`` times the demand."""
         demand_qps = {family: factor * qps for family, qps in self.demand_qps.items()}
