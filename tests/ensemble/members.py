@@ -78,6 +78,20 @@ def raising_at(value: float, device: str) -> Function:
     return raise_at
 
 
+class Untold(Exception):
+    def __str__(self) -> str:
+        return self.args  # type: ignore[return-value]
+
+
+def raising_untold(device: str) -> Function:
+    """Raises an error that has no text, as ``__str__`` fails."""
+
+    def raise_it(batch: Any) -> Any:
+        raise Untold(7)
+
+    return raise_it
+
+
 def dying_at(value: float, marks: str, times_: int, device: str) -> Function:
     """Kills its process at a value, so many times; each time leaves a file in ``marks``."""
 

@@ -227,6 +227,14 @@ def test_an_error_is_that_calls_alone() -> None:
         assert np.array_equal(ensemble.predict(ROWS + 1000), ROWS + 1000)
 
 
+def test_an_error_without_a_text_is_the_calls_too() -> None:
+    with ensemble_of(members.raising_untold) as ensemble:
+        with pytest.raises(MemberFailed, match="failed on 4 samples on cpu: Untold: ") as caught:
+            ensemble.predict(ROWS[:4])
+        assert "raise_it" in str(caught.value.__cause__)
+        assert not ensemble.stats().restarts
+
+
 @pytest.mark.parametrize(
     ("load", "message"),
     [

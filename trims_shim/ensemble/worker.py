@@ -198,4 +198,11 @@ def _results(function: Callable[[Any], Any], batch: _Batch) -> Any:
 
 def _failure(job: Job | None, error: BaseException) -> messages.Failure:
     text = "".join(traceback.format_exception(error))
-    return messages.Failure(job, f"{type(error).__name__}: {error}", text)
+    return messages.Failure(job, f"{type(error).__name__}: {_words(error)}", text)
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # of the model's own class; the worker must not end with it
+        return "str() of it failed"
