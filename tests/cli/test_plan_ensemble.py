@@ -130,10 +130,11 @@ def test_what_cannot_be(
     assert message in capsys.readouterr().err
 
 
-def test_a_file_needs_neither_samples_nor_devices(
+def test_a_file_has_what_members_are_measured_with(
     problem: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for words in (("--shape", "3"), ("--devices", "cpu")):
+    options = ("--shape", "--devices", "--batch-sizes", "--repeats")
+    for words in zip(options, ("3", "cpu", "4", "3"), strict=True):
         assert run(str(problem), *words) == Exit.USAGE
         assert "was measured" in capsys.readouterr().err
 

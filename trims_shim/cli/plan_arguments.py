@@ -151,13 +151,10 @@ def _add_ensemble(commands: Commands[argparse.ArgumentParser]) -> None:
     ensemble.add_argument(
         "--batch-sizes",
         type=counts,
-        default=(8, 16, 32, 64, 128),
         metavar="8,16,32",
         help="those to choose from; default 8,16,32,64,128",
     )
-    ensemble.add_argument(
-        "--repeats", type=count, default=3, metavar="N", help="runs of each size; default 3"
-    )
+    ensemble.add_argument("--repeats", type=count, metavar="N", help="runs of each size; default 3")
     ensemble.add_argument(
         "--tries",
         type=count,

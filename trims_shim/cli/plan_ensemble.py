@@ -23,9 +23,12 @@ from trims_shim.ensemble import (
     throughput,
     worst_fit_decreasing,
 )
+from trims_shim.ensemble.allocation import DEFAULT_BATCH_SIZES
 from trims_shim.errors import ConfigError, TrimsError
 
 __all__ = ["ensemble"]
+
+_REPEATS = 3
 
 
 def ensemble(arguments: argparse.Namespace) -> Exit:
@@ -46,9 +49,11 @@ def ensemble(arguments: argparse.Namespace) -> Exit:
 
 def _problem(arguments: argparse.Namespace) -> Problem:
     if arguments.members.endswith(".json"):
-        if arguments.item or arguments.shape or arguments.devices:
+        given = (arguments.item, arguments.shape, arguments.devices)
+        if any((*given, arguments.batch_sizes, arguments.repeats)):
             raise ConfigError(
-                f"{arguments.members} was measured; --item, --shape and --devices are for members"
+                f"{arguments.members} was measured; --item, --shape, --devices, --batch-sizes and "
+                "--repeats are for members"
             )
         return load_problem(arguments.members)
     if not arguments.item and not arguments.shape:
@@ -60,8 +65,8 @@ def _problem(arguments: argparse.Namespace) -> Problem:
             members,
             _samples(arguments),
             devices=_devices(arguments.devices),
-            batch_sizes=arguments.batch_sizes,
-            repeats=arguments.repeats,
+            batch_sizes=arguments.batch_sizes or DEFAULT_BATCH_SIZES,
+            repeats=arguments.repeats or _REPEATS,
             progress=lambda line: say(f"measuring {line}"),
         )
     except ValueError as error:
