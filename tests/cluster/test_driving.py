@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import pytest
@@ -221,6 +222,21 @@ def test_what_only_looks_like_a_lost_device_is_none() -> None:
     assert not driving._is_loss(asked)
     assert driving._is_loss(errors.RayActorError())
     assert driving._is_loss(errors.ObjectLostError("00", b"", ""))
+
+
+@dataclass(frozen=True)
+class _Frozen(Exception):
+    """Attributes cannot be set as usual."""
+
+
+def test_an_error_that_is_frozen_fails_its_request_alone(make: Maker) -> None:
+    errors = pytest.importorskip("ray.exceptions", reason="Ray is not installed")
+    world = make([])
+    raised = errors.RayTaskError("answer", "in the actor", _Frozen()).as_instanceof_cause()
+    error = world.ask(lambda limit_ms: raised).exception(PATIENCE_S)
+    assert isinstance(error, _Frozen)
+    assert "in the actor" in str(error.__cause__)
+    assert world.ask().result(PATIENCE_S) is not None
 
 
 def test_devices_are_told_how_much_time_is_left(make: Maker) -> None:

@@ -343,7 +343,8 @@ def _cause(error: BaseException) -> BaseException:
     if not isinstance(error, RayTaskError):
         return error
     cause: BaseException = error.cause
-    cause.__cause__ = RayError(str(error))
+    # Frozen dataclasses, for example, refuse the usual way.
+    object.__setattr__(cause, "__cause__", RayError(str(error)))
     return cause
 
 
