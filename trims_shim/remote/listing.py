@@ -146,8 +146,9 @@ def name_of(url: str) -> str:
     """The last part of a URL's path, which the local file or folder is called, too."""
     if is_web(url):
         split = urlsplit(url)
-        # Not unquoted as a whole: "%2F" does not divide parts.
-        return unquote((split.netloc + split.path).rstrip("/").rpartition("/")[2])
+        part = (split.netloc + split.path).rstrip("/").rpartition("/")[2]
+        # Some stores have an object's whole name in the last part: "o/models%2Fvit.pt?alt=media".
+        return unquote(part).rpartition("/")[2]
     path = _STORE_VERSION.sub("", url.partition("::")[0].partition("://")[2])
     return path.rstrip("/").rpartition("/")[2]
 
