@@ -119,7 +119,7 @@ class WebFiles:
                 if not isinstance(response, HTTPResponse) or response.length:
                     raise RemoteUnreachable(f"{shown(page)}: it may not be the whole page")
                 links.feed(text.decode(errors="replace"))
-            for target in dict.fromkeys(urljoin(page, link) for link in links.found):
+            for target in dict.fromkeys(_target(page, link) for link in links.found):
                 # A query sorts the page; others lead up, or away.
                 if not target.startswith(folder) or {"?", "#"} & set(target) or target in seen:
                     continue
@@ -130,6 +130,13 @@ class WebFiles:
                     pages.append(target)
                 else:
                     yield target
+
+
+def _target(page: str, link: str) -> str:
+    """Where a link leads; empty if that is no URL (``http://[host]/`` in a template)."""
+    with contextlib.suppress(ValueError):
+        return urljoin(page, link)
+    return ""
 
 
 def _is_page_of_folder(response: _Response, url: str) -> bool:
