@@ -75,6 +75,9 @@ def test_what_a_server_compresses_unasked_is_not_the_file(web: WebServer) -> Non
     url = web.put("model.json", CONTENT, encoding="gzip")
     with pytest.raises(RemoteError, match=r"model\.json: .* compressed \(gzip\).*not asked for"):
         read(url)
+    url = web.put("stored.json", CONTENT, encoding="aws-chunked, gzip")
+    with pytest.raises(RemoteError, match=r"compressed \(aws-chunked, gzip\)"):
+        read(url)
     url = web.put("plain.json", CONTENT, encoding="identity")
     (file,) = WebFiles(url).list().files
     web.files["plain.json"].encoding = "br"

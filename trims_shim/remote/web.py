@@ -224,8 +224,9 @@ def _answer(url: str, headers: dict[str, str]) -> Iterator[_Response]:
 def _check_encoding(response: _Response, url: str) -> None:
     """Raises RemoteError if these are not the bytes of the file: without being asked for, some
     proxies compress, and stores give what was stored compressed."""
-    encoding = response.headers.get("Content-Encoding", "").lower()
-    if encoding in _COMPRESSIONS and not name_of(url).lower().endswith(_COMPRESSED):
+    encoding = ",".join(response.headers.get_all("Content-Encoding", [])).lower()
+    is_compressed = any(each.strip() in _COMPRESSIONS for each in encoding.split(","))
+    if is_compressed and not name_of(url).lower().endswith(_COMPRESSED):
         raise RemoteError(
             f"{shown(url)}: the server sends it compressed ({encoding}), which was not asked for; "
             "store it there as it is, or turn that off"
