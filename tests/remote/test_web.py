@@ -276,6 +276,7 @@ def test_passwords_come_from_netrc_and_go_to_their_host_only(
     (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password secret\n")
     (tmp_path / ".netrc").chmod(0o600)
     assert looked(url).size_bytes == len(CONTENT)
+    assert looked(web.put("here.pt", status=302, location="/private.pt")).name == "here.pt"
     # localhost is another name than the one in .netrc.
     there = web.base.replace("127.0.0.1", "localhost") + "/private.pt"
     with pytest.raises(PermissionError, match="401"):

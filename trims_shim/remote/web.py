@@ -182,7 +182,17 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
                 f"{shown(req.full_url)} leads to {shown(newurl)}, which is not as safe; "
                 "name that URL if you trust it"
             )
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
+        again = super().redirect_request(req, fp, code, msg, headers, newurl)
+        # Where it stays on the host of the password, that is needed again, and known there.
+        password = req.get_header("Authorization")
+        if again is not None and password and _host_of(newurl) == _host_of(req.full_url):
+            again.add_unredirected_header("Authorization", password)
+        return again
+
+
+def _host_of(url: str) -> str:
+    """The name that ``~/.netrc`` has; no port."""
+    return urlsplit(url).hostname or ""
 
 
 @functools.cache
@@ -255,7 +265,7 @@ def _meaning(error: urllib.error.HTTPError, url: str) -> Exception:
 
 def _password(url: str) -> str:
     with contextlib.suppress(OSError, UnicodeError, netrc.NetrcParseError):
-        found = netrc.netrc().authenticators(urlsplit(url).hostname or "")
+        found = netrc.netrc().authenticators(_host_of(url))
         if found is not None:
             pair = f"{found[0]}:{found[2]}".encode()
             return "Basic " + base64.b64encode(pair).decode("ascii")
