@@ -164,6 +164,14 @@ def test_the_text_of_an_error_is_not_the_file(web: WebServer) -> None:
         list(WebFiles(url).read(RemoteFile("vit.pt", url, None, "", False), 0, None))
 
 
+def test_an_answer_without_the_file_is_none(web: WebServer) -> None:
+    """As of firewalls that want to see a browser: nothing, which is no empty file."""
+    with pytest.raises(RemoteUnreachable, match="the server says 202 Accepted"):
+        looked(web.put("vit.pt", status=202))
+    with pytest.raises(RemoteUnreachable, match="the server says 204 No Content"):
+        looked(web.put("bert/", status=204))
+
+
 def test_what_servers_refuse(web: WebServer) -> None:
     with pytest.raises(FileNotFoundError, match="404 Not Found") as missing:
         looked(web.url("missing.pt?signature=secret"))

@@ -40,6 +40,8 @@ _GONE = (404, 410)
 _REFUSED = (401, 403, 407)
 _EMPTY = 416
 """No byte of an empty file can be had."""
+_ANSWERS = (200, 206, _EMPTY)
+"""Others may have a body, or none, but it is not the file."""
 _COMPRESSIONS = ("gzip", "x-gzip", "deflate", "br", "zstd", "compress", "x-compress")
 """Not "aws-chunked", with which some stores call bytes that are as they should be."""
 _COMPRESSED = (".gz", ".tgz", ".z", ".bz2", ".xz", ".br", ".zst")
@@ -220,6 +222,8 @@ def _answer(url: str, headers: dict[str, str]) -> Iterator[_Response]:
         request.add_unredirected_header("Authorization", password)
     try:
         with _opened(request) as response:
+            if response.status not in _ANSWERS:
+                raise RemoteUnreachable(f"{shown(url)}: the server says {_said(response.status)}")
             _check_encoding(response, url)
             yield response
     except urllib.error.HTTPError as error:
@@ -254,8 +258,12 @@ def _opened(request: urllib.request.Request) -> _Response:
         raise
 
 
+def _said(status: int) -> str:
+    return f"{status} {responses.get(status, '')}".rstrip()
+
+
 def _meaning(error: urllib.error.HTTPError, url: str) -> Exception:
-    said = f"{error.code} {responses.get(error.code, '')}".rstrip()
+    said = _said(error.code)
     if error.code in _GONE:
         return FileNotFoundError(errno.ENOENT, f"the server says {said}", shown(url))
     if error.code in _REFUSED:
