@@ -40,7 +40,7 @@ _GONE = (404, 410)
 _REFUSED = (401, 403, 407)
 _EMPTY = 416
 """No byte of an empty file can be had."""
-_ANSWERS = (200, 206, _EMPTY)
+_ANSWERS = (200, 206)
 """Others may have a body, or none, but it is not the file."""
 _COMPRESSIONS = ("gzip", "x-gzip", "deflate", "br", "zstd", "compress", "x-compress")
 """Not "aws-chunked", with which some stores call bytes that are as they should be."""
@@ -222,7 +222,7 @@ def _answer(url: str, headers: dict[str, str]) -> Iterator[_Response]:
         request.add_unredirected_header("Authorization", password)
     try:
         with _opened(request) as response:
-            if response.status not in _ANSWERS:
+            if isinstance(response, HTTPResponse) and response.status not in _ANSWERS:
                 raise RemoteUnreachable(f"{shown(url)}: the server says {_said(response.status)}")
             _check_encoding(response, url)
             yield response
