@@ -389,6 +389,24 @@ class TestLife:
         server.check_jobs(client.session)
         assert messages.Goodbye("done") in client.heard()
 
+    def test_who_waits_for_a_job_uses_it(
+        self, server: Server, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: a daemon ended as idle in the midst of a verification that took long."""
+        client = connect()
+        server.idle_exit_s = 10.0
+        now = server._last_active
+        with monkeypatch.context() as later:
+            later.setattr(time, "monotonic", lambda: now + 10.01)
+            assert server._is_finished()
+            server.run_later(
+                Request(client.session), server.tiers.host, lambda: messages.Goodbye("done")
+            )
+            assert not server._is_finished()
+        while server._jobs.total():
+            server._turn()
+        assert messages.Goodbye("done") in client.heard()
+
     @pytest.mark.parametrize("idle_exit_s", [0.0, 10.0])
     def test_it_ends_when_it_was_not_used_for_long(
         self, server: Server, connect: Connect, monkeypatch: pytest.MonkeyPatch, idle_exit_s: float

@@ -183,7 +183,7 @@ class Server(Daemon):
         if self.is_stopping:
             is_busy = self.tiers.is_loading() or self.tiers.is_making() or self._jobs.total()
             return not is_busy
-        if self.tiers.is_needed() or self.prepared.is_needed():
+        if self.tiers.is_needed() or self.prepared.is_needed() or self._jobs.total():
             self._last_active = time.monotonic()
         idle = time.monotonic() - self._last_active
         return 0 < self.idle_exit_s < idle
