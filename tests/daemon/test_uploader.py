@@ -607,6 +607,28 @@ class TestLegacy:
             harness.uploader.free(each)
         wait_until(lambda: self._linear(harness) == 6 * MIB, "they are freed")
 
+    def test_memory_that_is_read_is_freed_afterwards(self) -> None:
+        """Found: an image that was evicted while it was verified was freed under the copy."""
+        ours, theirs = socket.socketpair()
+        freed: list[str] = []
+        jobs = process_module._Jobs(theirs, "GPU-1", "ipc")
+        jobs._memory[7] = SimpleNamespace(address=4096, close=lambda: freed.append("once"))
+        request = duties.DownloadRequest(8, 10, (10,), 7)
+        release = handover.Packet(duties.JobRelease(7), None)
+        with ours, theirs:
+            with jobs._readable(request, ()), jobs._readable(request, ()) as address:
+                assert address == 4096
+            assert freed == [], "nobody has given it up"
+            with jobs._readable(request, ()):
+                with jobs._readable(request, ()):
+                    jobs._route(release)
+                assert freed == []
+            assert freed == ["once"]
+            jobs._route(release)
+            with pytest.raises(DriverFailure, match="no memory"), jobs._readable(request, ()):
+                pass
+        assert freed == ["once"]
+
     def test_its_death_is_told(self, make: Callable[..., Harness], source: int) -> None:
         harness = make(backend="ipc")
         number, _ = self.upload(harness, source)

@@ -23,6 +23,7 @@ import queue
 import signal
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +131,9 @@ class _Jobs:
         self._delivering = threading.Lock()
         """Held so that no descriptor reaches a job that has ended."""
         self._memory: dict[int, DeviceAllocation] = {}
+        self._holding = threading.Lock()
+        self._readers: Counter[int] = Counter()
+        """How many jobs read the memory of a job, which must not be freed meanwhile."""
 
     def run(self) -> None:
         """Serve until the other end closes."""
@@ -164,10 +168,24 @@ class _Jobs:
             failed = _failed(request.job, ReadFailed(f"uploader: {error}"))
             self._end(request.job, held, inbox, failed)
 
+    def _hold(self, job: int) -> DeviceAllocation | None:
+        """The memory of a job, if there is any; it then takes one more :meth:`_free`."""
+        with self._holding:
+            memory = self._memory.get(job)
+            if memory is not None:
+                self._readers[job] += 1
+            return memory
+
     def _free(self, job: int) -> None:
-        memory = self._memory.pop(job, None)
-        if memory is None:
-            return
+        """Free the memory of a job, unless somebody reads it, who calls this afterwards."""
+        with self._holding:
+            if job not in self._memory:
+                return
+            self._readers[job] -= 1
+            if self._readers[job] >= 0:
+                return
+            del self._readers[job]
+            memory = self._memory.pop(job)
         try:
             memory.close()
         except DriverFailure as error:  # the memory of all others would end with this process
@@ -346,10 +364,13 @@ class _Jobs:
             with self._mapped(parts, request.allocations, is_writable=False) as address:
                 yield address
             return
-        memory = self._memory.get(request.memory)
+        memory = self._hold(request.memory)
         if memory is None:
             raise DriverFailure(f"job {request.memory} has no memory here; load the model again")
-        yield memory.address
+        try:
+            yield memory.address
+        finally:
+            self._free(request.memory)
 
     def _report(self, job: int, done_bytes: int) -> None:
         self._send(duties.UploadProgress(job, done_bytes))
