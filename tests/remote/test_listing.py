@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -139,6 +140,18 @@ def test_a_long_name_takes_no_more_memory() -> None:
     with pytest.raises(RemoteError) as raised:
         listing("a/" * 100_000 + "b")
     assert len(str(raised.value)) < 3000
+
+
+def test_many_long_names_take_no_more_memory() -> None:
+    """A page may have 2000 of them."""
+    names = [f"{number:03}/" + "a/" * 1021 + "b" for number in range(50)]
+    tracemalloc.start()
+    try:
+        listing(*names)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 10 << 20, "their folders are 50 MB"
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,15 @@ class Listing:
             if not _is_name(name):
                 start = name[:_NAME_LIMIT_BYTES]
                 raise RemoteError(f"{start!r} is no name for a file here; rename it where it is")
-        folders = {name[:at] for name in names for at, each in enumerate(name) if each == "/"}
-        for name, times in Counter(names).items():
+        counted = Counter(names)
+        # Only those that are names: all folders of 2000 long names are 2 GB.
+        folders = {
+            name[:at]
+            for name in names
+            for at, each in enumerate(name)
+            if each == "/" and name[:at] in counted
+        }
+        for name, times in counted.items():
             if name in folders:
                 raise RemoteError(f"{name!r} is a file and a folder; rename one of them")
             if times > 1:
