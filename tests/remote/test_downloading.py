@@ -136,6 +136,13 @@ def test_ends_are_survived_as_long_as_it_goes_on(is_concurrent: bool, tmp_path: 
     assert len(remote.starts) > downloading._TRIES
 
 
+def test_ends_within_each_part_are_survived(tmp_path: Path) -> None:
+    remote = Fake()
+    remote.fails = lambda start, end: min(end, start + 300)
+    assert downloaded(remote, tmp_path) == CONTENT
+    assert len(remote.starts) == 400, "nothing is asked for twice"
+
+
 @pytest.mark.parametrize("is_seekable", [True, False])
 def test_it_is_given_up_when_nothing_comes(is_seekable: bool, tmp_path: Path) -> None:
     remote = Fake(is_concurrent=False, is_seekable=is_seekable)
@@ -162,7 +169,7 @@ def test_another_length_than_was_said_is_an_error(size_bytes: int, tmp_path: Pat
 def test_a_short_part_is_an_error(tmp_path: Path) -> None:
     class Short(Fake):
         def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[bytes]:
-            yield CONTENT[start : (end or 0) - (start == 5000)]
+            yield CONTENT[start : (end or 0) - (end == 6000)]
 
     remote = Short()
     with pytest.raises(RemoteUnreachable, match="has not its length"):

@@ -496,6 +496,13 @@ def test_what_came_before_the_connection_broke_is_not_asked_for_again(
     assert web.asked["body"] == 2
 
 
+def test_parts_are_completed_though_each_connection_breaks(
+    web: WebServer, small_parts: None
+) -> None:
+    url = web.put("vit.pt", CONTENT, cut_bytes=downloading.PART_BYTES // 3)
+    assert read(trims_shim.fetch(url)) == CONTENT
+
+
 def test_a_broken_off_download_is_resumed_by_the_next_call(
     web: WebServer, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

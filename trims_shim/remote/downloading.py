@@ -158,15 +158,24 @@ def _pieces(source: Source, file: RemoteFile, start: int) -> Iterator[bytes]:
 def _part(
     source: Source, file: RemoteFile, first: int, last: int, is_over: threading.Event
 ) -> list[bytes]:
-    """All bytes of a part. Raises RemoteUnreachable if there are fewer or more."""
+    """All bytes of a part. Raises RemoteUnreachable if there are fewer or more.
+
+    Where a connection ends within it, the next one goes on, as long as anything comes.
+    """
     pieces = []
-    left_bytes = last - first
-    for piece in source.read(file, first, last):
-        pieces.append(piece)
-        left_bytes -= len(piece)
-        if is_over.is_set() or left_bytes < 0:
-            break
-    if left_bytes != 0:
+    at, start = first, -1
+    while start < at < last and not is_over.is_set():
+        start = at
+        try:
+            for piece in source.read(file, start, last):
+                pieces.append(piece)
+                at += len(piece)
+                if is_over.is_set() or at > last:
+                    break
+        except RemoteUnreachable:
+            if at == start:
+                raise
+    if at != last:
         raise RemoteUnreachable(f"{shown(file.place)}: a part has not its length; try again")
     return pieces
 
