@@ -132,6 +132,21 @@ class TestHandle:
             with pytest.raises(UnsupportedFormat, match=r"torch\(\)"):
                 handle.numpy("x")
 
+    @pytest.mark.parametrize(
+        ("name", "dtype"),
+        [("F8_E4M3FNUZ", torch.float8_e4m3fnuz), ("F8_E5M2FNUZ", torch.float8_e5m2fnuz)],
+    )
+    def test_eight_bit_floats_without_a_negative_zero(
+        self, name: str, dtype: torch.dtype, daemon: FakeDaemon, tmp_path: Path
+    ) -> None:
+        header = b'{"x":{"dtype":"%b","shape":[2,2],"data_offsets":[0,4]}}' % name.encode()
+        path = tmp_path / "fnuz.safetensors"
+        path.write_bytes(len(header).to_bytes(8, "little") + header + b"\x38\x40\x01\x80")
+        with trims_shim.open(str(path)) as handle:
+            tensor = handle.torch("x")
+        assert tensor.dtype == dtype
+        assert tensor.view(torch.uint8).tolist() == [[0x38, 0x40], [0x01, 0x80]]
+
     def test_a_torch_archive_has_records_of_bytes(self, daemon: FakeDaemon, tmp_path: Path) -> None:
         path = str(tmp_path / "m.pt")
         values = torch.arange(6, dtype=torch.int32)

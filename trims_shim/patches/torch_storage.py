@@ -34,7 +34,9 @@ _TORCH_DTYPES = {
     "BOOL": "bool",
     "C64": "complex64",
     "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
 }
 """By the name safetensors gives them."""
