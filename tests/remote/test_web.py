@@ -316,7 +316,8 @@ def test_names_with_other_characters(name: str, web: WebServer) -> None:
     assert looked(web.url(f"x/{quote(name)}")).name == name
 
 
-PAGE = b"""<html><a href="../">up</a> <a href="?C=N;O=D">Name</a> <a href="/">top</a>
+PAGE = b"""<![x[ a comment ]]> <![]>
+<html><a href="../">up</a> <a href="?C=N;O=D">Name</a> <a href="/">top</a>
 <a href="config.json">x</a> <a href='with%20space.bin'>x</a> <a href="config.json">again</a>
 <a href="below/">below/</a> <a href="http://elsewhere.example/x.bin">x</a> <a name="here">x</a>
 <a href="http://[host]/">no URL</a> <a href="//[">none</a>"""
