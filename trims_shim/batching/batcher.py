@@ -38,7 +38,7 @@ from trims_shim.batching.arguments import (
 )
 from trims_shim.batching.collating.collate import Collate, CollateSpec
 from trims_shim.batching.drivers.dispatch import Dispatch
-from trims_shim.batching.drivers.engine import JOIN_S, Engine, EngineKind
+from trims_shim.batching.drivers.engine import Engine, EngineKind
 from trims_shim.batching.drivers.instances import Beside, Inside
 from trims_shim.batching.drivers.learning import Learning
 from trims_shim.batching.drivers.options import Options
@@ -519,7 +519,7 @@ class Batcher(Generic[Item, Result, Piece]):
         self._engine.close(cancel=cancel)
         await _aio().settled(self._engine)
         self._engine.rest()
-        await _aio().joined(self._engine, JOIN_S)
+        await _aio().joined(self._engine)
 
     def __enter__(self) -> Self:
         return self

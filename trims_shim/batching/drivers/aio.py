@@ -26,6 +26,7 @@ from trims_shim.batching.drivers.jobs import Job
 from trims_shim.batching.drivers.options import Options
 from trims_shim.batching.drivers.replies import Entry, Failure, Reply, Seat, deliver
 from trims_shim.batching.drivers.streams import END, StreamReply
+from trims_shim.batching.drivers.threads import JOIN_S
 from trims_shim.batching.protocol import Request
 from trims_shim.errors import BatchingError
 
@@ -393,9 +394,9 @@ async def settled(engine: Engine) -> None:
     await future
 
 
-async def joined(engine: Engine, limit_s: float) -> None:
+async def joined(engine: Engine) -> None:
     """As ``engine.join()``; awaits."""
-    end_s = time.monotonic() + limit_s
+    end_s = time.monotonic() + JOIN_S
     while any(each.is_alive() for each in engine.workers()) and time.monotonic() < end_s:
         await asyncio.sleep(_LOOK_S)
 

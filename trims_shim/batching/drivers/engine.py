@@ -35,13 +35,10 @@ if TYPE_CHECKING:
 
     from trims_shim.batching.drivers.aio import LoopDispatch, Mailbox
 
-__all__ = ["EXIT_S", "JOIN_S", "Engine", "EngineKind"]
+__all__ = ["EXIT_S", "Engine", "EngineKind"]
 
 EXIT_S = 10.0
 """How long the end of the interpreter waits for answers; a batch that hangs must not keep it."""
-
-JOIN_S = 1.0
-"""How long ends wait for threads that have nothing to do any more; they take some microseconds."""
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _parents: list[object] = []
@@ -222,7 +219,7 @@ class Engine:
 
     def join(self) -> None:
         """After :meth:`rest`: wait for workers to end, as until then they may hold the function."""
-        join(self.workers(), JOIN_S)
+        join(self.workers())
 
     def workers(self) -> list[threading.Thread]:
         """Threads that run batches of a synchronous function."""
@@ -326,7 +323,7 @@ def _at_exit() -> None:
     end_s = time.monotonic() + EXIT_S
     for engine in list(_engines):
         engine.finish(max(0.0, end_s - time.monotonic()))
-    join_workers(JOIN_S)
+    join_workers()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

@@ -33,12 +33,14 @@ from trims_shim.batching.torch_settings import adopt_torch_threads
 from trims_shim.diagnostics import is_interrupt
 from trims_shim.errors import BatcherClosed, QueueFull
 
-__all__ = ["IDLE_S", "ThreadDispatch", "join", "join_workers"]
+__all__ = ["IDLE_S", "JOIN_S", "ThreadDispatch", "join", "join_workers"]
 
 _logger = logging.getLogger(__name__)
 
 IDLE_S = 30.0
 """How long a worker without work stays. Starting one costs about 100 us."""
+JOIN_S = 1.0
+"""How long ends wait for threads that have nothing to do any more; they take some microseconds."""
 
 
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -477,18 +479,18 @@ def _step(dispatch: ThreadDispatch, worker: Seat) -> bool:
         return True
 
 
-def join_workers(timeout_s: float) -> None:
-    """Wait at most ``timeout_s`` for the workers of closed batchers, and of those gone, to end.
+def join_workers() -> None:
+    """Wait at most :data:`JOIN_S` for the workers of closed batchers, and of those gone, to end.
 
     A thread that still frees a tensor when the interpreter ends aborts the process: torch takes the
     interpreter's lock again in a destructor, and the end of a thread must not leave one.
     """
-    join(list(_started), timeout_s)
+    join(list(_started))
 
 
-def join(threads: Iterable[threading.Thread], timeout_s: float) -> None:
-    """Wait at most ``timeout_s`` for all of them to end; not for the one that waits."""
-    end_s = time.monotonic() + timeout_s
+def join(threads: Iterable[threading.Thread]) -> None:
+    """Wait at most :data:`JOIN_S` for all of them to end; not for the one that waits."""
+    end_s = time.monotonic() + JOIN_S
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(max(0.0, end_s - time.monotonic()))
