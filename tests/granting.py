@@ -160,6 +160,9 @@ class _Line:
     def release(self, lease: int) -> None:
         self._grantor.release(lease)
 
+    def withdraw(self) -> bool:
+        return False
+
     def report(self, counters: dict[str, int]) -> None: ...
     def drain(self) -> None: ...
     def close(self) -> None: ...

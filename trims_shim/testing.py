@@ -547,6 +547,9 @@ class _Line:
         if self._pid == os.getpid():
             self._server.release(self._session, lease)
 
+    def withdraw(self) -> bool:
+        return False
+
     def is_alive(self) -> bool:
         session = self._server.sessions.get(self._session.number)
         return self._pid == os.getpid() and session is self._session

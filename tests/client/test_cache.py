@@ -30,6 +30,7 @@ from trims_shim.errors import (
     NotServed,
     TooManyRequests,
     UnknownImage,
+    WireError,
 )
 from trims_shim.testing import FakeDaemon
 from trims_shim.wire import handover, messages
@@ -44,6 +45,7 @@ class StubLine:
         self.welcome = WELCOME
         self.answer = answer
         self.is_open = True
+        self.may_go_on = False
         self.reported: dict[str, int] = {}
 
     def open_image(self, descriptor: int, name: str, *, tier: str = "host") -> Granted:
@@ -57,6 +59,9 @@ class StubLine:
         self.reported = counters
 
     def release(self, lease: int) -> None: ...
+
+    def withdraw(self) -> bool:
+        return self.may_go_on
 
     def is_alive(self) -> bool:
         return self.is_open
@@ -136,6 +141,38 @@ def test_any_other_error_gives_it_up(error: Exception) -> None:
     """A late answer must not become that of the next request."""
     dialled = Dialled(fail(error))
     with pytest.raises(type(error)):
+        dialled.cache.request(1)
+    assert not dialled.lines[0].is_open
+
+
+def test_one_whose_load_can_be_withdrawn_is_kept() -> None:
+    dialled = Dialled(fail(DaemonTimeout("slow")))
+    dialled.cache.welcome()
+    (line,) = dialled.lines
+    line.may_go_on = True
+    with pytest.raises(DaemonTimeout):
+        dialled.cache.request(1)
+    assert line.is_open
+    assert dialled.cache.welcome() == WELCOME
+    assert dialled.lines == [line]
+
+
+def test_one_that_has_ended_meanwhile_is_not() -> None:
+    def answer(_: Any) -> Any:
+        dialled.lines[0].may_go_on, dialled.lines[0].is_open = True, False
+        raise DaemonTimeout("slow")
+
+    dialled = Dialled(answer)
+    with pytest.raises(DaemonTimeout):
+        dialled.cache.request(1)
+    assert dialled.cache._pool._idle == []
+
+
+def test_nonsense_costs_the_connection() -> None:
+    dialled = Dialled(fail(WireError("nonsense")))
+    dialled.cache.welcome()
+    dialled.lines[0].may_go_on = True
+    with pytest.raises(WireError):
         dialled.cache.request(1)
     assert not dialled.lines[0].is_open
 

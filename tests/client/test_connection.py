@@ -351,6 +351,83 @@ def test_parts_of_a_load_that_stalls(daemon: Daemon) -> None:
         assert daemon.open_parts() == []
 
 
+@pytest.mark.parametrize("is_answered", [False, True], ids=["stalled", "in the last moment"])
+def test_a_load_is_withdrawn(daemon: Daemon, is_answered: bool) -> None:
+    """Its parts may still come; the next load is not confused by them."""
+    tickets: list[int] = []
+
+    def stall(ticket: int) -> None:
+        tickets.append(ticket)
+        if is_answered:
+            assert given_up.wait(PATIENCE_S)
+            daemon.grant(ticket, lease=6)
+
+    def answer(ticket: int) -> None:
+        daemon.grant(ticket)
+        daemon.grant(ticket, 1)
+        daemon.reply(reply(1000))
+
+    given_up = threading.Event()
+    hear = daemon.hear
+    heard: list[Any] = []
+
+    def listen() -> handover.Packet:
+        packet = hear()
+        heard.append(packet.message)
+        return packet
+
+    daemon.hear = listen  # type: ignore[method-assign]
+    with Opening(daemon, stall, answer, stall=0.3) as opening:
+        with pytest.raises(DaemonTimeout, match="no progress"):
+            opening.open()
+        assert opening.connection.withdraw()
+        given_up.set()
+        granted = opening.open()
+        handover.close_all([granted.descriptor, *granted.allocations])
+        opening.thread.join(PATIENCE_S)
+    assert heard.count(messages.OfferWithdrawal(tickets[0])) == 1
+    assert sum(isinstance(each, messages.OfferWithdrawal) for each in heard) == 1
+
+
+def test_what_is_withdrawn_without_a_load(daemon: Daemon) -> None:
+    """Other requests leave nothing behind that could come late; the last load is untouched."""
+
+    def turn(ticket: int) -> None:
+        daemon.grant(ticket)
+        daemon.answer(reply())
+        daemon.control.recv_multipart()
+
+    daemon.is_resident = True
+    with Opening(daemon, turn, stall=0.3) as opening:
+        os.close(opening.open("host").descriptor)
+        with pytest.raises(DaemonTimeout, match="no progress"):
+            opening.connection.request(messages.OpenImageRequest(1))
+        assert opening.connection.withdraw()
+        opening.connection.release(7)
+        opening.thread.join(PATIENCE_S)
+        assert daemon.hear().message == messages.LeaseRelease(7)
+
+
+def test_nothing_can_be_withdrawn_before_the_welcome(daemon: Daemon) -> None:
+    thread = daemon.talk(daemon.hear)
+    connection = connect(daemon)
+    thread.join(PATIENCE_S)
+    assert not connection.withdraw()
+    connection.close()
+
+
+def test_nor_after_a_request_whose_answer_names_none(daemon: Daemon) -> None:
+    """The answer for one model could be taken for that of another."""
+    thread = daemon.talk(daemon.hear, daemon.welcome, daemon.hear)
+    connection = Connection(daemon.endpoint, stall_timeout_s=0.3)
+    recipe = messages.SessionRecipe("1", "1", (), "all")
+    with pytest.raises(DaemonTimeout):
+        connection.open_prepared(messages.OpenPreparedRequest(0, "", "d", recipe, "", ()))
+    thread.join(PATIENCE_S)
+    assert not connection.withdraw()
+    connection.close()
+
+
 def test_a_resident_image_needs_no_request(daemon: Daemon) -> None:
     def turn(ticket: int) -> None:
         daemon.grant(ticket)

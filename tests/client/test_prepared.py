@@ -149,6 +149,9 @@ class Line:
     def release(self, lease: int) -> None:
         self.released.append(lease)
 
+    def withdraw(self) -> bool:
+        return False
+
     def is_alive(self) -> bool:
         return self.is_open
 

@@ -262,6 +262,44 @@ class TestOpening:
         digest = front.host.store.images()[0].digest
         assert front.published == [Announce("loaded", digest, len(file.content))]
 
+    def test_a_load_that_is_withdrawn_goes_on_for_nobody(
+        self, front: HostFront, file: File
+    ) -> None:
+        client, other = front.client(OWN), front.client(OWN)
+        number = file.request(front, client)
+        front.openings.withdraw(client, number)
+        front.work()
+        assert (replies(front), front.sent) == ({}, [])
+        (image,) = front.host.store.images()
+        assert image.leases == 0
+        assert file.offer(front, other).opened is not None
+
+    def test_one_that_others_wait_for_is_granted_to_them(
+        self, front: HostFront, file: File
+    ) -> None:
+        client, other = front.client(OWN), front.client(OWN)
+        first, second = file.request(front, client), file.request(front, other)
+        front.openings.withdraw(client, first)
+        front.work()
+        assert list(replies(front)) == [second]
+        assert front.host.store.images()[0].leases == 1
+
+    def test_a_lease_of_what_is_withdrawn_ends(self, front: HostFront, file: File) -> None:
+        """The client may not have got it; of its other leases none ends."""
+        client = front.client(OWN)
+        first = file.request(front, client)
+        front.work()
+        second = file.request(front, client)
+        for ticket, leases in ((first, 2), (second + 1, 2), (second, 1), (second, 1)):
+            front.openings.withdraw(client, ticket)
+            assert front.host.store.images()[0].leases == leases
+
+    def test_an_offer_that_is_withdrawn_is_closed(self, front: HostFront, file: File) -> None:
+        client = front.client(OWN)
+        offer = file.offered(client)
+        front.openings.withdraw(client, offer.ticket)
+        assert client.offers == {}
+
     def test_progress_is_told_to_all_who_wait(self, front: HostFront, file: File) -> None:
         number = file.request(front, front.client(OWN))
         front.openings.report_progress()

@@ -348,6 +348,10 @@ def test_interrupted_while_it_waits(make_world: Any, number: int) -> None:
     world = make_world(host_bytes="1G", stall_timeout="30")
     pid = world.start()
     large, small = world.sparse_file(256 << 20), world.file(3)
+
+    def leases(path: str) -> int:
+        return sum(each.leases for each in world.status().images if path in each.names)
+
     child = world.spawn(
         FORK + "def handler(*_): raise KeyboardInterrupt\n"
         f"signal.signal({int(number)}, handler)\n"
@@ -374,6 +378,8 @@ def test_interrupted_while_it_waits(make_world: Any, number: int) -> None:
             said = child.hear()
         assert said == "interrupted"
         assert child.hear() == [True, True]
+        assert leases(small), "what the process maps stays leased"
+        wait_until(lambda: not leases(large), "nobody waits for the other")
     assert child.hear() <= 1
     assert child.hear() == 256 << 20
     assert child.wait() == 0

@@ -2,7 +2,8 @@
 
 Used by one thread at a time (:mod:`trims_shim.client.pool` sees to that), except
 :meth:`Connection.release`, which any thread, also a finalizer, may call at any time. The leases
-taken over a connection end with it.
+taken over a connection end with it. So it outlives a load that is given up
+(:meth:`Connection.withdraw`).
 
 A resident image or a prepared model is opened over the handover socket alone. The first request
 does not wait for the Welcome: it follows the Hello at once, so that a process waits once for its
@@ -105,9 +106,11 @@ class Connection:
         self._check = check
         self._welcome: messages.Welcome | None = None
         self._numbers = itertools.count(1)
-        self._unsent: deque[int] = deque()
+        self._unsent: deque[messages.LeaseRelease | messages.OfferWithdrawal] = deque()
         self._is_waiting = threading.Lock()
         self._ticket = 0
+        self._asked_under: int | None = 0
+        """The ticket of the last request; 0: it had none; None: its answer would name none."""
         self._parts: _Parts | None = None
         self._replies: list[messages.OpenPreparedReply | messages.ErrorReply] = []
         hello = messages.Hello(messages.PROTOCOL_VERSION, __version__, os.getpid())
@@ -148,8 +151,9 @@ class Connection:
         return self._open(descriptor, name, HOST_TIER, lead_bytes)
 
     def _open(self, descriptor: int, name: str, tier: str, lead_bytes: int = 0) -> Granted | None:
+        self._asked_under = 0
         self._flush_releases()
-        self._ticket += 1
+        self._asked_under = self._ticket = self._ticket + 1
         parts = self._parts = _Parts(self._ticket, {}, set(), [])
         shown = handover.clipped(name, limit_bytes=messages.NAME_LIMIT_BYTES)
         try:
@@ -160,7 +164,7 @@ class Connection:
             if reply is None:
                 if lead_bytes and not answer.is_loading:
                     return None
-                reply = self.request(messages.OpenImageRequest(parts.ticket))
+                reply = self._request(messages.OpenImageRequest(parts.ticket))
             descriptors = self._receive_parts(parts, _part_count(reply, tier), name)
             if os.fstat(descriptors[0]).st_size < reply.size_bytes:
                 raise WireError(f"segment of {name} is shorter than its image")
@@ -197,13 +201,14 @@ class Connection:
 
         Never waits for a preparation. Raises as :meth:`open_image`.
         """
+        self._asked_under = None
         self._flush_releases()
         if descriptor is not None:
             self._ticket += 1
             self._send_handover(messages.FileOffer(self._ticket), descriptor)
             request = request._replace(ticket=self._ticket)
         if len(codec.encode(request)) > messages.HANDOVER_PACKET_LIMIT_BYTES:
-            reply = self.request(request)
+            reply = self._request(request)
         else:
             reply = self._exchange_packets(request)
         if not isinstance(reply, messages.OpenPreparedReply):
@@ -222,6 +227,10 @@ class Connection:
 
     def request(self, message: Any) -> Any:
         """Send a control request and wait for its reply. Raises as :meth:`open_image`."""
+        self._asked_under = 0
+        return self._request(message)
+
+    def _request(self, message: Any) -> Any:
         ensure_imported("zmq")
         import zmq
 
@@ -266,9 +275,23 @@ class Connection:
 
     def release(self, lease: int) -> None:
         """Give up a lease. Never blocks or raises; safe in a finalizer."""
+        self._post(messages.LeaseRelease(lease))
+
+    def withdraw(self) -> bool:
+        """Give up what the last request asked for; say whether other requests may follow.
+
+        For a request that has raised an error. Leases of others are kept. Never blocks.
+        """
+        if self._asked_under is None or self._welcome is None:
+            return False
+        if self._asked_under:
+            self._post(messages.OfferWithdrawal(self._asked_under))
+        return True
+
+    def _post(self, message: messages.LeaseRelease | messages.OfferWithdrawal) -> None:
         if not self._is_ours():
             return
-        self._unsent.append(lease)
+        self._unsent.append(message)
         if not self._send_unsent():
             self._send_later()
 
@@ -315,9 +338,9 @@ class Connection:
             raise error_from(packet.message)  # It is one connection too many.
         if not isinstance(packet.message, messages.Welcome):
             raise DaemonUnavailable(f"the daemon answered Hello with {packet.message!r:.200}")
-        self._welcome = packet.message
         if self._check is not None:
             self._check(packet.message)
+        self._welcome = packet.message
 
     @contextlib.contextmanager
     def _control_socket(self) -> Iterator[zmq.Socket[bytes]]:
@@ -407,7 +430,7 @@ class Connection:
             raise DaemonDied("the daemon has closed the connection")
         return packet
 
-    # --- leases that are given up -----------------------------------------------------------------
+    # --- leases and loads that are given up -------------------------------------------------------
 
     def _flush_releases(self) -> None:
         while not self._send_unsent():
@@ -422,10 +445,10 @@ class Connection:
         """
         try:
             while True:
-                lease = self._unsent[0]
-                handover.send(self._handover, messages.LeaseRelease(lease))
+                message = self._unsent[0]
+                handover.send(self._handover, message)
                 with contextlib.suppress(ValueError):
-                    self._unsent.remove(lease)
+                    self._unsent.remove(message)
         except IndexError:
             return True
         except BlockingIOError:

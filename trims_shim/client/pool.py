@@ -28,6 +28,7 @@ from trims_shim.errors import (
     LoadStalled,
     RequestRefused,
     TooManyRequests,
+    WireError,
 )
 from trims_shim.specs import HOST_TIER
 from trims_shim.wire import handover, messages
@@ -56,6 +57,7 @@ class Line(Protocol):
     def request(self, message: Any) -> Any: ...
     def report(self, counters: dict[str, int]) -> None: ...
     def release(self, lease: int) -> None: ...
+    def withdraw(self) -> bool: ...
     def is_alive(self) -> bool: ...
     def close(self) -> None: ...
 
@@ -179,12 +181,17 @@ class Pool:
         except (FormatError, RequestRefused):
             is_usable = True
             raise
+        except WireError:
+            raise
+        except BaseException:
+            if connection is not None:
+                is_usable = connection.withdraw() and connection.is_alive()
+            raise
         finally:
             self._under_way.discard(ours)
             if connection is not None and is_usable:
                 self._idle.append(connection)
             elif connection is not None:
-                # An answer with descriptors may still come on it, so it is not used again.
                 connection.close()
 
     def _take_idle(self) -> Line | None:

@@ -251,6 +251,16 @@ class Openings:
             self.execute(tier, actions, may_demote=shortage.may_demote)
             shortage.answer(is_relieved=is_relieved)
 
+    def withdraw(self, session: Session, ticket: int) -> None:
+        """Forget what a client has asked for under a ticket, or end the lease it got for it."""
+        offer = session.offers.pop(ticket, None)
+        if offer is not None:
+            offer.close()
+        self._waiting.withdraw(session.number, ticket)
+        lease, its_ticket = session.granted
+        if its_ticket == ticket:
+            self._tiers.release(session.number, lease, time.time_ns())
+
     def close_session(self, session: int) -> None:
         """Forget the requests of a closed connection."""
         self._waiting.close_session(session)
@@ -394,14 +404,16 @@ class Openings:
 
     def _grant(self, tier: Tier, grant: GrantLease) -> None:
         waiting = self._waiting.get(grant.opening.session, grant.opening.request)
-        if waiting is None:
+        if waiting is None:  # The client has given the load up.
+            tier.store.release(grant.opening.session, grant.lease, time.time_ns())
             return
         self._front.counters[f"open_{grant.outcome}"] += 1
-        session = waiting.request.session
+        session, ticket = waiting.request.session, waiting.offer.message.ticket
+        session.granted = (grant.lease, ticket)
         segment = tier.loader.segment(grant.digest)
         try:
             for part, descriptor in enumerate(_parts(segment)):
-                packet = messages.SegmentGrant(waiting.offer.message.ticket, grant.lease, part)
+                packet = messages.SegmentGrant(ticket, grant.lease, part)
                 self._front.hand_over(session, packet, descriptor)
         except OSError as error:
             self._front.end_session(session, f"the client does not take its segments: {error}")

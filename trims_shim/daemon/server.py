@@ -271,6 +271,8 @@ class Server(Daemon):
         if isinstance(message, messages.LeaseRelease):
             self.tiers.release(session.number, message.lease, time.time_ns())
             self.prepared.release(session.number, message.lease)
+        elif isinstance(message, messages.OfferWithdrawal):
+            self.openings.withdraw(session, message.ticket)
         elif isinstance(message, messages.Hello):
             self._greet(session, message)
         elif isinstance(message, messages.StatsReport):

@@ -38,7 +38,10 @@ class Limits(NamedTuple):
 
 @dataclass(slots=True)
 class Session:
-    """One client connection. ``offers`` are files that no request has claimed yet."""
+    """One client connection. ``offers`` are files that no request has claimed yet.
+
+    ``granted`` is the last lease of an image and the ticket of its file.
+    """
 
     number: int
     connection: socket.socket
@@ -51,6 +54,7 @@ class Session:
     """The user who sent the first packet, and must send all others."""
     requests: int = 0
     offers: dict[int, Offer] = field(default_factory=dict)
+    granted: tuple[int, int] = (0, 0)
 
     @property
     def is_greeted(self) -> bool:

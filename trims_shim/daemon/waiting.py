@@ -50,6 +50,13 @@ class WaitingRequests:
                 del self._by_session[session]
         return waiting
 
+    def withdraw(self, session: int, ticket: int) -> None:
+        """Remove the requests for the file of a ticket, and close it."""
+        for number, waiting in list(self._by_session.get(session, {}).items()):
+            if waiting.offer.message.ticket == ticket:
+                self.pop(session, number)
+                waiting.offer.close()
+
     def close_session(self, session: int) -> None:
         """Remove all requests of a session, and close their files."""
         for waiting in self._by_session.pop(session, {}).values():

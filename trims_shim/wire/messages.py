@@ -36,6 +36,7 @@ __all__ = [
     "Hello",
     "LeaseRelease",
     "OfferReply",
+    "OfferWithdrawal",
     "OpenImageReply",
     "OpenImageRequest",
     "OpenPreparedReply",
@@ -47,7 +48,7 @@ __all__ = [
     "Welcome",
 ]
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Raised with every change that an older peer would misread; tests/wire guards the golden bytes."""
 
 CONTROL_MESSAGE_LIMIT_BYTES = 1 << 20
@@ -96,6 +97,16 @@ class LeaseRelease(NamedTuple):
     """The client no longer holds a mapping of this lease. Not answered."""
 
     lease: int
+
+
+class OfferWithdrawal(NamedTuple):
+    """The client gives up what it has asked for under a ticket, and all that came of it.
+
+    So nobody waits for the image any more, and the lease ends if it was granted meanwhile (it was
+    the session's last one then). A load under way goes on. Not answered.
+    """
+
+    ticket: int
 
 
 class StatsReport(NamedTuple):
