@@ -226,8 +226,6 @@ def _measure_model(
     bench: Bench, name: str, size_bytes: int, sides: dict[str, Side], clock: Clock
 ) -> None:
     run = bench.run
-    _make_files(bench, name)
-    samplers = {title: bench.sampler(name, side) for title, side in sides.items()}
 
     def keep(results: dict[str, list[Result]]) -> None:
         found = {"size_bytes": size_bytes, "sides": results}
@@ -235,20 +233,26 @@ def _measure_model(
         run.save()
 
     try:
-        results = rounds_within(samplers, run.plan.rounds, clock, keep=keep)
+        _make_files(bench, name)
+        samplers = {title: bench.sampler(name, side) for title, side in sides.items()}
+        judge(run, name, size_bytes, rounds_within(samplers, run.plan.rounds, clock, keep=keep))
         if name == run.plan.models[0]:
             _measure_from_disk(bench, name, size_bytes)
-    except WorkerFailed as error:
+    except (WorkerFailed, TrimsError) as error:  # the other models are useful without this one
         run.findings.faults.append(f"cold start of {name}: {error}")
-    else:
-        judge(run, name, size_bytes, results)
     finally:
         for file_format in ("pt", "safetensors"):
-            path = bench.files.pop((name, file_format))
-            with contextlib.suppress(WorkerFailed, TrimsError):  # only makes room for the next
-                for each in (bench.trims, bench.bare, bench.idle):
-                    each.forget(path)
-            Path(path).unlink()
+            _remove_file(bench, name, file_format)
+
+
+def _remove_file(bench: Bench, name: str, file_format: str) -> None:
+    path = bench.files.pop((name, file_format), None)
+    if path is None:
+        return  # it could not be made
+    with contextlib.suppress(WorkerFailed, TrimsError):  # only makes room for the next
+        for each in (bench.trims, bench.bare, bench.idle):
+            each.forget(path)
+    Path(path).unlink()
 
 
 def judge(run: Run, name: str, size_bytes: int, results: dict[str, list[Result]]) -> None:

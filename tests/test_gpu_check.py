@@ -7,6 +7,8 @@ tested here: tests/gpu does that.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -39,6 +41,7 @@ from benchmarks.gpu_plan import (  # noqa: E402
 )
 from benchmarks.gpu_processes import stable_free_bytes  # noqa: E402
 from benchmarks.harness import WorkerFailed  # noqa: E402
+from trims_shim.errors import DaemonError  # noqa: E402
 
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
 VGG_BYTES = 553_430_176
@@ -319,6 +322,56 @@ def test_every_side_has_an_estimate_and_the_whole_plan_is_named() -> None:
 
     assert set(FULL.models) | {"tiny"} == set(SUBJECTS)
     assert set(TRIAL.models) <= set(SUBJECTS)
+
+
+# --- models that cannot be measured ---------------------------------------------------------------
+
+
+class FakeCache:
+    """A daemon, and a server of it, on a machine with room for all models but one."""
+
+    def __init__(self, directory: Path, *, too_large: str = "", refused: str = "") -> None:
+        self.directory, self.too_large, self.refused = directory, too_large, refused
+        self.device_id, self.server = "", self
+
+    def run(self, task: str, *, name: str, **arguments: Any) -> dict[str, Any]:
+        if task == "cold_start":
+            return sample(1.0)
+        path = self.directory / f"{name}.{arguments['file_format']}"
+        if name == self.too_large:
+            raise WorkerFailed("checkpoint: not done within 90 s")
+        path.touch()
+        return {"path": str(path)}
+
+    learn = run
+
+    def tiers(self, path: str) -> set[str]:
+        return {"host"}
+
+    def keep_on_host(self, path: str) -> None:
+        """It is there."""
+
+    def forget(self, path: str) -> None:
+        if self.refused and self.refused in path:
+            raise DaemonError("the daemon does not answer")
+
+
+@pytest.mark.parametrize(
+    ("trouble", "message"),
+    [("too_large", "not done within 90 s"), ("refused", "the daemon does not answer")],
+)
+def test_a_model_that_cannot_be_measured_takes_no_other_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str, message: str
+) -> None:
+    cache = FakeCache(tmp_path, **{trouble: "googlenet"})
+    for name in ("server", "shared"):
+        monkeypatch.setattr(gpu_cold, name, lambda *_, **__: contextlib.nullcontext(cache))
+    monkeypatch.setattr(gpu_cold, "let_settle", lambda path: path)
+    run = make_run(dataclasses.replace(TRIAL, models=("googlenet", "tiny")))
+    gpu_cold.measure_cold_starts(run)
+    assert [each for each in run.findings.faults if message in each] == run.findings.faults != []
+    assert {row.subject.split()[0] for row in run.findings.rows} == {"tiny"}
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- many processes -------------------------------------------------------------------------------
