@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["markdown_table", "pyplot", "save_picture"]
+__all__ = ["can_draw", "markdown_table", "pyplot", "save_picture"]
 
 
 def markdown_table(
@@ -19,6 +19,19 @@ def markdown_table(
 
 def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def can_draw(path: Path) -> bool:
+    """Whether there is matplotlib; if not, say that this picture is left out.
+
+    A machine with a GPU may lack it; the results are written already.
+    """
+    try:
+        pyplot()
+    except ImportError:
+        print(f"left out: {path}, as matplotlib is not installed")
+        return False
+    return True
 
 
 def pyplot() -> Any:

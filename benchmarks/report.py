@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import Summary, pair_ratios
-from benchmarks.rendering import pyplot, save_picture
+from benchmarks.rendering import can_draw, pyplot, save_picture
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -182,18 +182,12 @@ def _verdict(is_met: bool | None) -> str:
 
 
 def plot(curves: Sequence[Curve], path: Path, *, subtitle: str) -> None:
-    """Plot time over size, one panel per measurement, log-log; bars are min to max.
-
-    Says so where there is no matplotlib: the results are written already.
-    """
-    try:
-        subplots = pyplot().subplots
-    except ImportError:
-        print(f"left out: {path}, as matplotlib is not installed")
+    """Plot time over size, one panel per measurement, log-log; bars are min to max."""
+    if not can_draw(path):
         return
     panels = list(dict.fromkeys(curve.panel for curve in curves))
     names = list(dict.fromkeys(curve.name for curve in curves))
-    figure, axes = subplots(
+    figure, axes = pyplot().subplots(
         1, len(panels), figsize=(5.6 * len(panels), 4.8), sharey=True, squeeze=False
     )
     for axis, panel in zip(axes[0], panels, strict=True):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rendering import markdown_table, pyplot, save_picture
+from benchmarks.rendering import can_draw, markdown_table, pyplot, save_picture
 from benchmarks.staged_scenes import DEVICES
 from benchmarks.staged_systems import OURS
 
@@ -217,6 +217,8 @@ def _signed(share: float | None) -> str:
 
 def plot(cells: Sequence[Cell], path: Path) -> None:
     """Plot latencies, a row per device and a column per model; below them the rest."""
+    if not can_draw(path):
+        return
     latencies = [each for each in cells if each.section == "latencies"]
     scenes = dict.fromkeys(each.scene for each in latencies)
     models = list(dict.fromkeys(scene.rpartition(", ")[0] for scene in scenes)) or [""]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Summary, pair_ratios
-from benchmarks.rendering import markdown_table, pyplot, save_picture
+from benchmarks.rendering import can_draw, markdown_table, pyplot, save_picture
 from benchmarks.report import Target
 
 __all__ = ["gains", "markdown", "overheads", "peaks", "plot"]
@@ -238,6 +238,8 @@ def _spread(summary: Summary | None) -> str:
 
 def plot(content: Result, path: Path) -> None:
     """Plot mean and p99 latency by load for each model, and peaks."""
+    if not can_draw(path):
+        return
     from matplotlib.patches import Patch
 
     models = [each for each in content["plan"]["models"] if each in DIVERSITY]
