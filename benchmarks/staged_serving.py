@@ -134,6 +134,10 @@ class _Run:
         self._server = running
         self._end_s = time.monotonic() + 60 * minutes
         self._longest_s: dict[str, float] = {}
+        self.calibrations: Result = {}
+        self.windows_ms: dict[str, dict[str, float]] = {}
+        self.save: Callable[[], None] = lambda: None
+        """Writes what there is so far."""
 
     def ask(self, task: str, **arguments: Any) -> Result:
         """Raises WorkerFailed."""
@@ -149,12 +153,14 @@ class _Run:
             by_side = self.ask(kind, model=where["model"], **arguments)
         except WorkerFailed as error:
             self.faults.append(f"{kind} {where}, repeat {repeat}: {error}")
+            self.save()
             return
         for side, result in by_side.items():
             cell = {"kind": kind, **where, "side": side, "repeat": repeat}
             if errors := result.get("errors"):
                 self.faults.append(f"{cell}: {errors}")
             self.cells.append(cell | {"result": rounded(result, _DIGITS)})
+        self.save()
         taken_s = time.monotonic() - began_s
         self._longest_s[kind] = max(taken_s, self._longest_s.get(kind, 0.0))
 
@@ -181,19 +187,18 @@ def _load(
     return {"sides": sides, "phases": phases, "seeds": seeds, "qos_ms": QOS_MS}
 
 
-def _best_windows_ms(run: _Run, capacities: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """By model and load, the tried window with the lowest mean latency."""
+def _best_windows_ms(run: _Run, model: str, capacity: float) -> dict[str, float]:
+    """By load, the tried window with the lowest mean latency."""
     plan = run.plan
     if "window" not in plan.sides:
-        return {model: dict.fromkeys(plan.loads, 0.0) for model in capacities}
+        return dict.fromkeys(plan.loads, 0.0)
     sides = {str(wait_ms): SIDES["window"] | {"wait_ms": wait_ms} for wait_ms in plan.windows_ms}
-    found: dict[str, dict[str, float]] = {}
-    for model, capacity in capacities.items():
-        for load in plan.loads:
-            arguments = _load(sides, load, capacity, plan.choosing_s, [_CHOOSING_SEED])
-            by_side = run.ask("load", model=model, **arguments)
-            best = min(by_side, key=lambda side: float(by_side[side]["mean_ms"]))
-            found.setdefault(model, {})[load] = float(best)
+    found = {}
+    for load in plan.loads:
+        arguments = _load(sides, load, capacity, plan.choosing_s, [_CHOOSING_SEED])
+        by_side = run.ask("load", model=model, **arguments)
+        best = min(by_side, key=lambda side: float(by_side[side]["mean_ms"]))
+        found[load] = float(best)
     return found
 
 
@@ -233,20 +238,30 @@ def _loads(run: _Run, capacities: Mapping[str, float], windows_ms: Any, repeat: 
             run.round("load", repeat, arguments, model=model, load=load)
 
 
-def _measure(run: _Run, save: Callable[..., None]) -> None:
-    """Measure; repeats are the outermost loop, so that a run that is cut off has every cell."""
-    calibrations: Result = {}
+def _prepare(run: _Run) -> None:
+    """Calibrate each model and choose its windows; one that fails is measured no further."""
     for model in run.plan.models:
-        calibrations[model] = _calibrate(run, model)
-        print(f"{model}: {calibrations[model]}", flush=True)
-    capacities = {model: each["capacity"] for model, each in calibrations.items()}
-    windows_ms = _best_windows_ms(run, capacities)
+        try:
+            calibration = _calibrate(run, model)
+            run.windows_ms[model] = _best_windows_ms(run, model, calibration["capacity"])
+        except WorkerFailed as error:
+            run.faults.append(f"{model}: {error}")
+        else:
+            run.calibrations[model] = calibration
+            print(f"{model}: {calibration}", flush=True)
+        run.save()
+
+
+def _measure(run: _Run) -> None:
+    """Measure; repeats are the outermost loop, so that a run that is cut off has every cell."""
+    _prepare(run)
+    capacities = {model: each["capacity"] for model, each in run.calibrations.items()}
     for repeat in range(run.plan.repeats):
         _overheads(run, capacities, repeat)
-        _peaks(run, windows_ms, repeat)
-        _loads(run, capacities, windows_ms, repeat)
-        save(calibrations=calibrations, windows_ms=windows_ms)
+        _peaks(run, run.windows_ms, repeat)
+        _loads(run, capacities, run.windows_ms, repeat)
         print(f"{len(run.cells)} cells", flush=True)
+    run.save()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -283,12 +298,13 @@ def _measured(options: argparse.Namespace, path: Path) -> Result:
         with server(_MODULE, environment) as running:
             run = _Run(running, plan, options.device, options.minutes)
 
-            def save(**facts: Any) -> None:
+            def save() -> None:
+                facts = {"calibrations": run.calibrations, "windows_ms": run.windows_ms}
                 found = {"cells": run.cells, "left_out": run.left_out, "faults": run.faults}
-                content.update(facts | found)
-                write_json(path, content)
+                write_json(path, content | facts | found)
 
-            _measure(run, save)
+            run.save = save
+            _measure(run)
     return dict(json.loads(path.read_text()))
 
 

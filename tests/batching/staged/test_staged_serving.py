@@ -22,6 +22,7 @@ sys.path[:0] = [str(ROOT)]
 
 from benchmarks import staged_cell, staged_serving, staged_serving_report  # noqa: E402
 from benchmarks.batching_load import Record  # noqa: E402
+from benchmarks.harness import WorkerFailed  # noqa: E402
 from benchmarks.staged_models import LENGTHS, Served, make_served  # noqa: E402
 from benchmarks.staged_serving import LONE, QUICK, SIDES, phases_of  # noqa: E402
 from trims_shim.batching.collating.collate import collate_of  # noqa: E402
@@ -304,3 +305,32 @@ def test_a_run_from_the_first_measurement_to_the_files(
     assert len(content["cells"]) == len(LONE) + 2 * len(plan.sides)
     assert set(here.asked) == {"calibrate", "learn", "lone", "saturated", "load"}
     assert staged_serving.main(["--report", "--output", str(tmp_path)]) == 0
+
+
+class _Interrupted(_HereServer):
+    """The model ``bert`` does not fit; the run is cut off when a load of ``vgg`` is measured."""
+
+    def run(self, task: str, **arguments: Any) -> dict[str, Any]:
+        if arguments["model"] == "bert":
+            raise WorkerFailed(f"{task}: out of memory")
+        if task == "load" and len(arguments["sides"]) > 1:
+            raise KeyboardInterrupt
+        return super().run(task, **arguments)
+
+
+def test_a_run_that_is_cut_off_keeps_what_it_had_of_models_that_work(
+    tiny_models: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = _Interrupted()
+    monkeypatch.setattr(staged_serving, "server", lambda *_: contextlib.nullcontext(here))
+    plan = dataclasses.replace(QUICK, choosing_s=0.01, saturated_s=0.02, lone_calls=3)
+    monkeypatch.setattr(staged_serving, "QUICK", plan)
+    calibrated = {"durations_ms": {"1": 10.0, "16": 16.0}}
+    monkeypatch.setattr(staged_cell, "calibrate", lambda **_: calibrated)
+    arguments = ["--quick", "--models", "bert", "vgg", "--loads", "low"]
+    with pytest.raises(KeyboardInterrupt):
+        staged_serving.main([*arguments, "--output", str(tmp_path)])
+    content = json.loads((tmp_path / "staged_serving.json").read_text())
+    assert content["faults"] == ["bert: calibrate: out of memory"]
+    assert set(content["calibrations"]) == set(content["windows_ms"]) == {"vgg"}
+    assert {cell["kind"] for cell in content["cells"]} == {"lone", "saturated"}
