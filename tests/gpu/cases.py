@@ -443,6 +443,9 @@ def cudnn(directory: str) -> Result:
 @case
 def cudnn_moves_recurrent_weights(directory: str) -> Result:
     """It wants them in one piece of memory, copies them there, and puts the parameters on it."""
+    # Before cuBLAS starts. Otherwise its streams may add in another order in each process (docs of
+    # torch.nn.LSTM).
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:2"
     path = _path(directory, "recurrent.pt")
     x = torch.linspace(-1, 1, 8 * 4 * 256, device="cuda").reshape(8, 4, 256)
     assigned, loaded, moved = _recurrent(device="meta"), _recurrent(device="cuda"), _recurrent()
