@@ -15,9 +15,10 @@ from typing import Any
 from benchmarks.forking import server
 from benchmarks.gpu_plan import Run, rounds_within
 from benchmarks.gpu_processes import MODULE, Shared, let_settle, shared, stable_free_bytes
-from benchmarks.harness import Summary, Worker
+from benchmarks.harness import Summary, Worker, WorkerFailed
 from benchmarks.plan import SERVED_FRACTION
 from benchmarks.report import Curve, Row, Target
+from trims_shim.errors import TrimsError
 
 __all__ = ["measure_maps", "measure_processes", "measure_uploads"]
 
@@ -44,7 +45,11 @@ def measure_maps(run: Run) -> None:
             if not run.clock.has(_MAP_SAMPLE_S * (rounds + 2) + size_bytes / 2e9):
                 run.left_out.append(f"mapping {size_bytes / 1e6:.0f} MB: no time left")
                 continue
-            _measure_map(run, trims, size_bytes, count, rounds)
+            try:
+                _measure_map(run, trims, size_bytes, count, rounds)
+            except (WorkerFailed, TrimsError) as error:  # the other sizes are useful without it
+                case = f"{size_bytes / 1e6:.0f} MB, {count} tensors"
+                run.findings.faults.append(f"map {case}: {error}")
             run.save()
 
 

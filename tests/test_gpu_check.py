@@ -27,7 +27,7 @@ import gpu_report  # noqa: E402
 from gpu import flex_cases, generating_cases, onnx_file, staged_cases  # noqa: E402
 from gpu.test_gpu_staged import KINDS  # noqa: E402
 
-from benchmarks import gpu_cold  # noqa: E402
+from benchmarks import gpu_cold, gpu_memory  # noqa: E402
 from benchmarks.forking import Server, server  # noqa: E402
 from benchmarks.gpu_plan import (  # noqa: E402
     FULL,
@@ -332,7 +332,8 @@ class FakeCache:
 
     def __init__(self, directory: Path, *, too_large: str = "", refused: str = "") -> None:
         self.directory, self.too_large, self.refused = directory, too_large, refused
-        self.device_id, self.server = "", self
+        self.device_id = ""
+        self.server: Any = self
 
     def run(self, task: str, *, name: str, **arguments: Any) -> dict[str, Any]:
         if task == "cold_start":
@@ -372,6 +373,34 @@ def test_a_model_that_cannot_be_measured_takes_no_other_along(
     assert [each for each in run.findings.faults if message in each] == run.findings.faults != []
     assert {row.subject.split()[0] for row in run.findings.rows} == {"tiny"}
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_size_that_cannot_be_mapped_takes_no_other_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    largest = TRIAL.map_subject[0]
+
+    class Mapper:
+        """A server whose device has no room for the largest file."""
+
+        def run(self, task: str, **arguments: Any) -> dict[str, Any]:
+            if task == "outline":
+                Path(arguments["path"]).touch()
+                return {"size_bytes": arguments["size_bytes"]}
+            if str(largest) in arguments["path"]:
+                raise WorkerFailed(f"{task}: no room")
+            return {"total_s": 0.1, "again_s": [0.1]}
+
+        learn = run
+
+    cache = FakeCache(tmp_path)
+    cache.server = Mapper()
+    monkeypatch.setattr(gpu_memory, "shared", lambda *_, **__: contextlib.nullcontext(cache))
+    monkeypatch.setattr(gpu_memory, "let_settle", lambda path: path)
+    run = Run(TRIAL, Clock(1000), tmp_path, "GPU-0")
+    gpu_memory.measure_maps(run)
+    assert run.findings.faults == ["map 34 MB, 40 tensors: open_image: no room"]
+    assert len(run.findings.rows) == len(TRIAL.map_sizes)
 
 
 # --- many processes -------------------------------------------------------------------------------
