@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trims_shim.batching import Batcher, Pad
+from trims_shim.batching.collating.arrays import library_of
 from trims_shim.batching.collating.collate import Collate, answers, collate_of, columns
 from trims_shim.batching.collating.collates import padded_size
 from trims_shim.errors import BadBatch
@@ -327,6 +328,16 @@ def test_rows_of_an_expanded_tensor_are_not_the_same_memory() -> None:
     for row in split(weights.expand(3, 2)):
         row += 1
         assert row.tolist() == [1, 1]
+    assert weights.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("sizes", [None, [2, 1]])
+def test_rows_of_a_broadcast_array_are_not_the_same_memory(sizes: Any) -> None:
+    weights = np.zeros(2)
+    for array in (np.broadcast_to(weights, (3, 2)), torch.from_numpy(weights).expand(3, 2).numpy()):
+        for part in library_of(array).parts(array, sizes):
+            part += 1
+            assert part.max() == 1
     assert weights.tolist() == [0, 0]
 
 

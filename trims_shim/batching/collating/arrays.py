@@ -228,10 +228,14 @@ class _Numpy(ArrayLibrary):
     def parts(self, batch: Any, sizes: Sequence[int] | None) -> list[Any]:
         if sizes is None:
             parts = list(batch)  # of one axis: scalars and objects, which keep nothing alive
+            if batch.ndim == 1:
+                return parts
         else:
             parts = [batch[start:end] for start, end in _bounds(sizes)]
+        if len(parts) > 1 and batch.strides[0] == 0:
+            return [part.copy() for part in parts]  # broadcast: all rows share the same memory
         held_bytes = _root(batch).nbytes
-        if held_bytes <= _HELD_BYTES or (batch.ndim == 1 and sizes is None):
+        if held_bytes <= _HELD_BYTES:
             return parts
         return [part.copy() if _is_copied(part.nbytes, batch.nbytes, held_bytes) else part
                 for part in parts]  # fmt: skip
