@@ -360,6 +360,7 @@ def test_a_part_of_something_bigger_does_not_keep_it() -> None:
     assert split(tokens[:, -1])[0].untyped_storage().nbytes() == 4 << 15
     array = np.zeros((3, 8, 1 << 15), dtype=np.float32)
     assert split(array[:, -1])[0].base is None
+    assert split(tokens[:, -1].numpy())[0].base is None
 
 
 def test_results_have_no_graph_and_may_be_written_to() -> None:

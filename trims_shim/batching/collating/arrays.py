@@ -234,7 +234,7 @@ class _Numpy(ArrayLibrary):
             parts = [batch[start:end] for start, end in _bounds(sizes)]
         if len(parts) > 1 and batch.strides[0] == 0:
             return [part.copy() for part in parts]  # broadcast: all rows share the same memory
-        held_bytes = _root(batch).nbytes
+        held_bytes = _held_bytes(batch)
         if held_bytes <= _HELD_BYTES:
             return parts
         return [part.copy() if _is_copied(part.nbytes, batch.nbytes, held_bytes) else part
@@ -246,13 +246,14 @@ class _NumpyOfOthers(_Numpy):
         return None
 
 
-def _root(array: Any) -> Any:
-    """The array that owns the memory of ``array``."""
+def _held_bytes(array: Any) -> int:
+    """The size of the memory that ``array`` keeps alive, which may be a tensor's."""
     import numpy
 
     while isinstance(array.base, numpy.ndarray):
         array = array.base
-    return array
+    storage = getattr(array.base, "untyped_storage", None)
+    return int(array.nbytes if storage is None else storage().nbytes())
 
 
 class _Standard(ArrayLibrary):
