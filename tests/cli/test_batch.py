@@ -68,6 +68,20 @@ def listed(left, right):
     assert isinstance(left, list) and right.shape == (len(left), 2)
     assert len(left) in (2, 4)
     return left
+
+class Service:
+    @batched(max_batch_size=3)
+    def method(self, items):
+        assert isinstance(self, Service)
+        return items
+
+    @batched(max_batch_size=3)
+    @classmethod
+    def of_class(cls, items):
+        assert cls is Service
+        return items
+
+service = Service()
 """
 
 
@@ -177,6 +191,14 @@ def test_profile_of_a_batcher_has_its_sizes(
     words = ["profile", "decorated_app:decorated", "--item", "batch_app:make", "--repeats", "1"]
     found = run_json(*words, capsys=capsys)
     assert list(found["latency_ns"]) == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("name", ["service.method", "Service.of_class"])
+def test_profile_of_a_method(
+    app: Callable[[], Any], capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    words = ["profile", f"decorated_app:{name}", "--item", "batch_app:make", "--repeats", "1"]
+    assert set(run_json(*words, capsys=capsys)["latency_ns"]) == {"1", "2", "3"}
 
 
 def test_profile_of_a_batcher_has_its_collate_for_each_argument(

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 from trims_shim.batching import Batcher
@@ -93,6 +94,8 @@ def _target(arguments: argparse.Namespace, loop: asyncio.AbstractEventLoop) -> _
     function, collate, largest = found, collate_of("auto"), _DEFAULT_MAX_BATCH_SIZE
     if isinstance(found, Batcher):
         function, collate, largest = found.function, found.collate, found.max_batch_size
+        if found._owner is not None:
+            function = MethodType(function, found._owner)
     if len(values) > 1:
         own = found._engine.function if isinstance(found, Batcher) else None
         collate = columns("auto", len(values)) if own is None else own.collate_for(len(values))
