@@ -40,6 +40,9 @@ def stream(items):
     yield double(items)
     yield double(items)
 
+def lazily(items):
+    return (each for each in double(items))
+
 async def stream_later(items):
     yield double(items)
 
@@ -133,7 +136,7 @@ def test_profile_with_a_size_that_takes_longer_than_a_larger_one(
     assert run_json(*words, "--repeats", "3", capsys=capsys)["slow_sizes"] == [3]
 
 
-@pytest.mark.parametrize("name", ["later", "stream", "stream_later"])
+@pytest.mark.parametrize("name", ["lazily", "later", "stream", "stream_later"])
 def test_profile_of_other_kinds_of_functions(
     name: str, app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from trims_shim.batching import Batcher
 from trims_shim.batching.collating.collate import Collate, answers, collate_of, columns
+from trims_shim.batching.drivers.functions import BatchFunction
 from trims_shim.batching.profiles.profile import LatencyProfile, slow_sizes
 from trims_shim.batching.profiles.profile_store import SavedProfile, save_profile
 from trims_shim.batching.profiles.profiling import measure, sizes_to_measure
@@ -74,6 +75,8 @@ class _Target:
     max_batch_size: int
     arguments: Sequence[Any]
     """Of one item: a value for each argument."""
+    is_generator: bool
+    """Whether it answers in pieces. Others may return an iterator, too: of one result each."""
     loop: asyncio.AbstractEventLoop
 
     def run(self, size: int) -> None:
@@ -82,8 +85,19 @@ class _Target:
         items = [self.arguments[0] if is_single else tuple(self.arguments)] * size
         batch = self.collate.join(items)
         results = self.function(batch) if is_single else self.function(*batch)
-        for each in _finished(results, self.loop):
+        for each in self._finished(results):
             answers(self.collate, each, items, function=self.name)
+
+    def _finished(self, results: Any) -> Iterator[Any]:
+        """What the function returned; if it is a generator, each of its steps."""
+        if inspect.isasyncgen(results):
+            yield from self.loop.run_until_complete(_gathered(results))
+        elif self.is_generator:
+            yield from results
+        elif inspect.isawaitable(results):
+            yield self.loop.run_until_complete(results)
+        else:
+            yield results
 
 
 def _target(arguments: argparse.Namespace, loop: asyncio.AbstractEventLoop) -> _Target:
@@ -100,19 +114,9 @@ def _target(arguments: argparse.Namespace, loop: asyncio.AbstractEventLoop) -> _
         own = found._engine.function if isinstance(found, Batcher) else None
         collate = columns("auto", len(values)) if own is None else own.collate_for(len(values))
     largest = arguments.max_batch_size or largest
-    return _Target(arguments.target, function, collate, largest, values, loop)
-
-
-def _finished(results: Any, loop: asyncio.AbstractEventLoop) -> Iterator[Any]:
-    """What the function returned; if that is a generator, each of its steps."""
-    if inspect.isasyncgen(results):
-        yield from loop.run_until_complete(_gathered(results))
-    elif inspect.isgenerator(results):
-        yield from results
-    elif inspect.isawaitable(results):
-        yield loop.run_until_complete(results)
-    else:
-        yield results
+    name = arguments.target
+    kind = BatchFunction(function, collate="auto", isolate_failures=False, name=name)
+    return _Target(name, function, collate, largest, values, kind.is_generator, loop)
 
 
 async def _gathered(steps: AsyncIterator[Any]) -> list[Any]:
