@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 import typing
 from typing import Any
 
@@ -170,6 +171,22 @@ def test_deep_nesting(depth: int) -> None:
         codec.decode(b"\x82\xa4verb\xa9FileOffer\xa6ticket" + b"\x91" * depth + b"\x01")
     with pytest.raises(WireError):  # msgpack nests as deep as repr() cannot
         codec.decode(b"\x81\xa4verb" + b"\x91" * depth + b"\x01")
+
+
+@pytest.mark.parametrize("size_bytes", [4096, 1 << 20])
+def test_arrays_that_claim_more_than_there_is_take_no_room(size_bytes: int) -> None:
+    """Found: a packet of 4 KiB took 32 MB for a moment, and fifty times as long as any other."""
+    depth = 700
+    claim = b"\xdd" + (size_bytes - 5 * depth).to_bytes(4, "big")
+    data = (claim * depth).ljust(size_bytes, b"\xc0")
+    tracemalloc.start()
+    try:
+        with pytest.raises(MalformedMessage):
+            codec.decode(data, limit_bytes=size_bytes)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 3 * size_bytes + (1 << 16)
 
 
 def test_the_length_limit_is_exact() -> None:

@@ -112,6 +112,7 @@ def _unpack(data: bytes | memoryview, limit_bytes: int) -> dict[str, Any]:
     if len(data) > limit_bytes:
         raise MessageTooLarge(f"message of {len(data)} bytes; the limit is {limit_bytes}")
     try:
+        _check_complete(data)
         body = msgpack.unpackb(data, raw=False, strict_map_key=True)
     # msgpack raises its own errors, ValueError, TypeError and UnicodeDecodeError: all malformed.
     except Exception as error:
@@ -119,6 +120,17 @@ def _unpack(data: bytes | memoryview, limit_bytes: int) -> dict[str, Any]:
     if type(body) is not dict:
         raise MalformedMessage(f"message is a {type(body).__name__}, not a map")
     return body
+
+
+def _check_complete(data: bytes | memoryview) -> None:
+    """Raise msgpack's error for a message that ends too early, at a small cost.
+
+    msgpack makes room for as many items as an array claims to have, before it reads them: a
+    thousand arrays within each other, each as long as the packet, take tens of milliseconds.
+    """
+    unpacker = msgpack.Unpacker(max_buffer_size=len(data))
+    unpacker.feed(data)
+    unpacker.skip()  # builds nothing
 
 
 def _to_map(message: Any) -> dict[str, Any]:
