@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import pytest
 from fronts import HostFront
 
@@ -30,7 +32,7 @@ from trims_shim.errors import (
     UnknownMessage,
 )
 from trims_shim.specs import Digest, Identity
-from trims_shim.wire import admin, messages
+from trims_shim.wire import admin, codec, messages
 from trims_shim.wire.handover import Peer
 
 ROOT, OWN, ALICE, BOB = 0, 70_000, 70_001, 70_002
@@ -187,6 +189,19 @@ def test_a_status_fits_a_reply(server: Server, monkeypatch: pytest.MonkeyPatch) 
     assert len(status.clients) == 2
     # What is not UTF-8 is sent as an escape, which is longer.
     assert [(each.key, each.names) for each in status.prepared] == [("a", ()), ("b", ())]
+
+
+def test_what_clients_say_takes_no_more_of_a_status_than_is_reckoned(server: Server) -> None:
+    """Found: letters of four bytes, which count as one, made it too long for any client."""
+    session = server.client(OWN)
+    session.token = b""
+    server.sessions.greet(session, "\U0001f600" * 64, 1 << 62)
+    for name in ("\U0001f600" * 25, "\U0001f600" * 100):
+        with contextlib.suppress(MalformedMessage):
+            add_counters(server, messages.StatsReport({name: 1 << 50}))
+    status = server.status(own(server))
+    assert len(msgpack.packb(codec.plain(status.clients[-1]))) < 200
+    assert len(msgpack.packb(status.counters)) < 120
 
 
 def test_what_is_in_use_is_not_evicted(server: Server) -> None:

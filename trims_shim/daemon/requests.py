@@ -257,7 +257,7 @@ def _check(tier: str, hashing: Hashing) -> admin.TierCheck:
 
 def add_counters(front: Front, report: messages.StatsReport) -> None:
     """Add a client's counters to the totals. Raises MalformedMessage for too many or too long."""
-    if any(len(key) > messages.COUNTER_NAME_LIMIT for key in report.counters):
+    if any(len(key.encode()) > messages.COUNTER_NAME_LIMIT for key in report.counters):
         raise MalformedMessage("a counter's name is too long")
     for key, amount in report.counters.items():
         name = f"client.{key}"

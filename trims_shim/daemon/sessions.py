@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from trims_shim.daemon.offers import Closer, Offer
 from trims_shim.errors import AccessDenied, MalformedMessage, TooManyRequests
-from trims_shim.wire.handover import Packet, Peer, peer_of, receive
+from trims_shim.wire.handover import Packet, Peer, clipped, peer_of, receive
 from trims_shim.wire.messages import FileOffer
 
 __all__ = ["Limits", "Session", "Sessions", "check_descriptors"]
@@ -23,6 +23,8 @@ __all__ = ["Limits", "Session", "Sessions", "check_descriptors"]
 _DESCRIPTORS_RESERVED = 8192
 """Also for ZeroMQ: 5120 connections that it may have, and twice 1000 that it accepts before it can
 be stopped (:mod:`trims_shim.daemon.connections`)."""
+
+_PACKAGE_LIMIT_BYTES = 64
 
 
 class Limits(NamedTuple):
@@ -105,7 +107,7 @@ class Sessions:
         """Give the session its token."""
         if session.is_greeted:
             raise MalformedMessage("a second Hello on one connection")
-        session.package, session.pid = package[:64], pid
+        session.package, session.pid = clipped(package, limit_bytes=_PACKAGE_LIMIT_BYTES), pid
         session.token = os.urandom(16)
         self._by_token[session.token] = session
         return session.token

@@ -64,7 +64,7 @@ NAME_LIMIT_BYTES = 3800
 """Longest name in an offer, which is clipped: with the other fields it fits a handover packet."""
 
 COUNTER_NAME_LIMIT = 100
-"""The daemon refuses a StatsReport with a longer name."""
+"""In bytes. The daemon refuses a StatsReport with a longer name."""
 
 
 # --- handover: client to daemon -------------------------------------------------------------------
