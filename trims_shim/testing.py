@@ -23,6 +23,7 @@ child finds no daemon and loads privately.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import secrets
@@ -472,10 +473,17 @@ class _Server(Daemon):
 
 
 class _NoSocket:
-    """Stands in for a session's connection."""
+    """Stands in for a session's connection: there is none, and nothing to read."""
+
+    def shutdown(self, how: int) -> None:
+        """Do nothing."""
+
+    def recvmsg(self, *arguments: int) -> None:
+        """Raise OSError."""
+        raise OSError(errno.ENOTCONN, "no socket")
 
     def close(self) -> None:
-        """Do nothing: there is no socket."""
+        """Do nothing."""
 
 
 def _routing(number: int) -> bytes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import socket
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,14 +20,10 @@ from trims_shim.wire.messages import HANDOVER_PACKET_LIMIT_BYTES, ErrorReply, Le
 ANSWER = LeaseRelease(1)
 
 
-class _NoSocket:
-    def close(self) -> None:
-        """There is none."""
-
-
 @pytest.fixture
-def session() -> Session:
-    return Session(1, _NoSocket(), Peer(2, 3, 4), 0)  # type: ignore[arg-type]
+def session() -> Iterator[Session]:
+    with socket.socket() as nobody:
+        yield Session(1, nobody, Peer(2, 3, 4), 0)
 
 
 def test_each_is_answered_where_it_came_from(session: Session) -> None:

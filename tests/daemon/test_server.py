@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -258,9 +259,10 @@ class TestLife:
             packet = handover.receive(each)
             assert packet is not None
             assert len(packet.message.token) == 16
-        with pytest.raises(ConnectionResetError):  # its Hello was not read; that comes first
-            handover.receive(clients[2])
-        refusal = handover.receive(clients[2])
+        refusal = None
+        with contextlib.suppress(ConnectionResetError):  # Its Hello was not read: may come first.
+            refusal = handover.receive(clients[2])
+        refusal = refusal or handover.receive(clients[2])
         assert refusal is not None
         assert refusal.message.error == "TooManyRequests"
         assert server.counters["refused_clients"] == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import os
 import resource
 import socket
@@ -153,6 +154,23 @@ def test_closing_closes_unclaimed_offers(client: Client, sessions: Sessions) -> 
     sessions.close(client.session)
     assert World.descriptors(os.getpid()).items() < before, "nor is its own there"
     assert client.session.offers == {}
+
+
+@pytest.mark.parametrize("data", [b"", b"?"])
+def test_a_thread_closes_what_is_unread(
+    client: Client, sessions: Sessions, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    """The kernel closes the descriptors in it then, and that may block."""
+    left: list[int] = []
+    monkeypatch.setattr(sessions.closer, "close", left.append)
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0]))
+    client.connection.sendmsg([data], [rights])
+    own = client.session.connection.fileno()
+    sessions.close(client.session)
+    assert left == [own]
+    with pytest.raises(BrokenPipeError):
+        client.connection.send(b"?")
+    os.close(own)
 
 
 def test_the_daemon_keeps_descriptors_for_itself(

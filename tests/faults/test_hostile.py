@@ -178,6 +178,37 @@ def test_many_descriptors_in_a_packet(watch: Watch, number: int, greeted: bool) 
                 connection.sendmsg([data], surplus)
 
 
+@contextlib.contextmanager
+def lingering() -> Iterator[socket.socket]:
+    """A connection whose last close lasts an hour, or until the block ends."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    with theirs, ours:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 3600))
+        ours.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:  # until nobody takes any more
+                ours.send(bytes(1 << 16))
+        yield ours
+
+
+@pytest.mark.parametrize("number", [0, 1, 12, 253])
+def test_sockets_that_take_long_to_close(watch: Watch, number: int) -> None:
+    """Found: with surplus ones, or in a packet that was not read, the daemon hung for an hour."""
+    with lingering() as socket_:
+        descriptors = array.array("i", [0] * max(0, number - 1) + [socket_.fileno()])
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
+        with raw_connection(watch.world) as connection:
+            connection.recv(4096)
+            with watch.world.stopped(watch.pid):
+                if not number:
+                    connection.send(b"?")
+                connection.sendmsg([b"?"], rights)
+                socket_.close()
+        watch.honest()
+
+
 def test_offers_without_end(watch: Watch) -> None:
     """More unclaimed offers than allowed, one ticket twice: the connection and they are closed."""
     offered = array.array("i", [0])

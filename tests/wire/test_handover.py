@@ -142,14 +142,29 @@ def test_a_packet_whose_descriptor_finds_no_room_is_refused(pair: Pair) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_the_receiver_may_say_how_descriptors_are_discarded(pair: Pair) -> None:
+@pytest.mark.parametrize("count", [2, 253])
+def test_the_receiver_may_say_how_descriptors_are_discarded(pair: Pair, count: int) -> None:
+    """All that a packet can have: what is truncated is closed by the kernel, which may block."""
     discarded: list[int] = []
-    send_raw(pair[0], b"?", [0, 0])
+    send_raw(pair[0], b"?", [0] * count)
     with pytest.raises(MalformedMessage):
         handover.receive(pair[1], discard=discarded.extend)
-    assert len(discarded) == 2
+    assert len(discarded) == count
     for descriptor in discarded:
         os.close(descriptor)
+
+
+@pytest.mark.parametrize("data", [b"", b"?"])
+def test_what_is_unread(pair: Pair, data: bytes) -> None:
+    assert not handover.has_unread(pair[1])
+    send_raw(pair[0], data, [0])
+    assert handover.has_unread(pair[1])
+    pair[0].close()
+    pair[1].shutdown(socket.SHUT_RDWR)
+    assert handover.has_unread(pair[1])
+    with pytest.raises(MalformedMessage):
+        handover.receive(pair[1])
+    assert not handover.has_unread(pair[1])
 
 
 def test_a_closed_peer_is_no_packet(pair: Pair) -> None:

@@ -231,7 +231,7 @@ class Server(Daemon):
                 # Without a word, it would take us for dead and try to start another daemon.
                 with contextlib.suppress(OSError):
                     handover.send(connection, self.error_reply(error))
-                connection.close()
+                self.sessions.hang_up(connection)
                 continue
             self._selector.register(connection, selectors.EVENT_READ, session)
             # Its Hello, and the request behind it, may have arrived.

@@ -6,6 +6,7 @@ ends when its connection does; whoever closes it tells the store.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import socket
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 from trims_shim.daemon.offers import Closer, Offer
 from trims_shim.errors import AccessDenied, MalformedMessage, TooManyRequests
-from trims_shim.wire.handover import Packet, Peer, clipped, peer_of, receive
+from trims_shim.wire.handover import Packet, Peer, clipped, has_unread, peer_of, receive
 from trims_shim.wire.messages import FileOffer
 
 __all__ = ["Limits", "Session", "Sessions", "check_descriptors"]
@@ -144,7 +145,19 @@ class Sessions:
         for offer in session.offers.values():
             offer.close()
         session.offers.clear()
-        session.connection.close()
+        self.hang_up(session.connection)
+
+    def hang_up(self, connection: socket.socket) -> None:
+        """Close a connection, in a thread if packets are unread.
+
+        With them the kernel closes their descriptors, and a close may block (:class:`Closer`).
+        """
+        with contextlib.suppress(OSError):  # The peer is gone.
+            connection.shutdown(socket.SHUT_RDWR)  # No more come.
+        if has_unread(connection):
+            self.closer.close(connection.detach())
+        else:
+            connection.close()
 
     def _check_sender(self, session: Session, packet: Packet) -> None:
         """A process that inherits a connection from one with more rights must not use them."""

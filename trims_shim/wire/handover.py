@@ -25,6 +25,7 @@ __all__ = [
     "Peer",
     "clipped",
     "close_all",
+    "has_unread",
     "new_socket",
     "peer_of",
     "receive",
@@ -34,10 +35,13 @@ __all__ = [
 ]
 
 _CREDENTIALS = struct.Struct("3i")
-# Room for more than allowed, so that surplus descriptors are received (and closed), not truncated.
-_ANCILLARY_BYTES = socket.CMSG_SPACE(8 * array.array("i").itemsize) + socket.CMSG_SPACE(
-    _CREDENTIALS.size
-)
+_DESCRIPTORS_OF_A_PACKET = 253
+"""SCM_MAX_FD (linux/include/net/scm.h)."""
+# Room for more than allowed, so that surplus descriptors are received, not truncated: the kernel
+# would close them here, and that of a socket may last as long as its owner likes (SO_LINGER).
+_ANCILLARY_BYTES = socket.CMSG_SPACE(
+    _DESCRIPTORS_OF_A_PACKET * array.array("i").itemsize
+) + socket.CMSG_SPACE(_CREDENTIALS.size)
 _CLIPPED_BYTES = 1000
 
 
@@ -116,6 +120,16 @@ def receive(
         (discard or close_all)(descriptors)
         raise
     return Packet(message, descriptors[0] if descriptors else None, _sender(ancillary))
+
+
+def has_unread(connection: socket.socket) -> bool:
+    """Whether there is a packet that was not received; False if the peer has only closed."""
+    try:
+        # Without room for ancillary data a packet that has some is marked, even an empty one.
+        data, _, message_flags, _ = connection.recvmsg(1, 0, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except OSError:
+        return False
+    return bool(data or message_flags & socket.MSG_CTRUNC)
 
 
 def wait_until_ready(
