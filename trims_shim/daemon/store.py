@@ -337,7 +337,8 @@ class Store:
         """The images that a digest prefix means; none for one of less than DIGITS_NEEDED."""
         if len(text) < DIGITS_NEEDED:
             return []
-        return [digest for digest in self._images if digest.startswith(text.lower())]
+        prefix = text.lower()  # once: it may be long, and there may be many images
+        return [digest for digest in self._images if digest.startswith(prefix)]
 
     def named(self, name: str, *, user: int, may_see_all: bool = True) -> Digest | None:
         """The image that was asked for by a name.

@@ -340,7 +340,8 @@ class PreparedStore:
         refusals = self._refusals.named(text)
         if not entries and not refusals and len(text) >= 6:
             keys = {*self._entries, *self._refusals.keys()}
-            matches = [key for key in keys if key.startswith(text.lower())]
+            prefix = text.lower()
+            matches = [key for key in keys if key.startswith(prefix)]
             if len(matches) > 1:
                 raise UnknownImage(f"{text} means {len(matches)} models; write more digits")
             entries = [self._entries[key] for key in matches if key in self._entries]
