@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from trims_shim.daemon.front import Request
 from trims_shim.daemon.prepared.values import Entry
 from trims_shim.errors import DaemonUnavailable, NotServed, UnknownImage
 from trims_shim.wire import admin, codec, messages
+from trims_shim.wire.duties import PrepareReply
 from trims_shim.wire.handover import Peer
 
 DATA = b"an ONNX model " * 1000
@@ -117,6 +119,18 @@ def test_a_preparation_that_does_not_end_is_given_up(
     assert setting.reason() == "preparing"
     setting.settle()
     assert setting.row().reason == "preparer_stalled"
+
+
+def test_nothing_in_the_log_steers_a_terminal(
+    setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The message may quote a model, which anybody may have written."""
+    path = setting.world.file(name="m\n\x1b]0;.onnx")
+    setting.preparer.reply = PrepareReply(reason="odd", message="no \x1b[2J\nWARNING all is well")
+    with caplog.at_level(logging.INFO, "trims_shim.daemon"):
+        setting.make(path)
+    (line,) = (each for each in caplog.messages if "odd" in each)
+    assert line.endswith(r"m\n\x1b]0;.onnx: odd: no \x1b[2J\nWARNING all is well")
 
 
 def test_bytes(setting: Setting) -> None:

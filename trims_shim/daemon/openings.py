@@ -53,6 +53,7 @@ from trims_shim.errors import (
     TrimsError,
 )
 from trims_shim.memory.device import DeviceSegment
+from trims_shim.printable import printable
 from trims_shim.specs import HOST_TIER, Digest
 from trims_shim.wire import messages
 
@@ -110,7 +111,7 @@ class Openings:
             self._offer(request, offer)
         # Border: a bug costs one client its connection, not all of them the daemon.
         except Exception:
-            _logger.exception("offer of %s failed", offer.name[:200])
+            _logger.exception("offer of %s failed", printable(offer.name[:200]))
             self._front.counters["internal_errors"] += 1
             self._front.end_session(session, INTERNAL_ERROR)
 

@@ -49,6 +49,7 @@ from trims_shim.memory.device import (
 from trims_shim.memory.held import charged_bytes
 from trims_shim.memory.host import HostMemory, SealedSegment
 from trims_shim.memory.mapping import round_up
+from trims_shim.printable import printable
 from trims_shim.specs import Digest
 from trims_shim.wire import duties
 
@@ -256,7 +257,8 @@ class DeviceLoader(Loads[DeviceSegment]):
             segment = self._with_room(load, lambda: self._copy_once(load, source))
         # NoSpace too: perhaps only the context of another uploader has no room.
         except (TrimsError, OSError) as error:
-            _logger.warning("%s cannot be copied from %s: %s", name, device, error)
+            text = printable(f"{name} cannot be copied from {device}: {error}")
+            _logger.warning("%s", text)
             return None
         finally:
             source.segment.close()

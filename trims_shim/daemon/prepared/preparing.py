@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from trims_shim.config import PACKAGE_DIRECTORY
 from trims_shim.errors import WireError
+from trims_shim.printable import printable
 from trims_shim.specs import PREPARED_MODEL, PREPARED_WEIGHTS
 from trims_shim.wire import duties, frames
 from trims_shim.wire.duties import PrepareReply, SourceHashed
@@ -181,7 +182,7 @@ class Preparer:
         reply = _failed("preparer_died", f"it died ({how}); see the daemon's log")
         _logger.warning(
             "the preparer of %s died: %s; it stays with onnxruntime's own way",
-            order.request.path or "a model in memory",
+            printable(order.request.path) or "a model in memory",
             how,
         )
         return reply

@@ -70,6 +70,7 @@ from trims_shim.errors import (
     TooManyRequests,
 )
 from trims_shim.memory.limits import available_bytes
+from trims_shim.printable import printable
 from trims_shim.specs import Identity
 from trims_shim.wire import admin, messages
 
@@ -456,7 +457,8 @@ class PreparedModels:
 
     def _fail(self, job: Job, failure: Failure) -> None:
         self._front.counters["prepared_failed"] += 1
-        _logger.info("%s: %s: %s", job.name, failure.reason, failure.message)
+        message = printable(failure.message)
+        _logger.info("%s: %s: %s", printable(job.name), failure.reason, message)
         actions = self._store.failed(job.number, failure, time.time_ns())
         self._execute(actions, known=job.known)
 
