@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import selectors
@@ -155,6 +156,29 @@ def test_a_frame_beyond_the_limit_closes_the_connection(world: World) -> None:
     socket.send(b"x" * (REQUEST_LIMIT_BYTES + 1))
     assert monitor.poll(PATIENCE_MS)
     assert not world.control.has_messages()
+
+
+def test_memory_that_was_freed_is_given_back_and_is_no_bloat(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: after floods of messages the daemon kept hundreds of megabytes, more each time."""
+    monkeypatch.setattr(control, "_BLOAT_LIMIT_BYTES", 64 << 20)
+    libc = ctypes.CDLL(None)
+    libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+    libc.free.argtypes = [ctypes.c_void_p]
+    control._trim_heap()  # of what earlier tests have left, which would be used again
+    world.control._first = world.control._baseline = world.control._statm.private_bytes()
+    piece_bytes = 64 << 10
+    pieces = [libc.malloc(piece_bytes) for _ in range((128 << 20) // piece_bytes)]
+    for each in pieces:
+        ctypes.memset(each, 1, piece_bytes)
+    assert world.control.is_bloated()
+    held = world.control._statm.private_bytes()
+    for each in pieces[:-1]:  # The last is in the way of the others.
+        libc.free(each)
+    assert not world.control.is_bloated()
+    assert world.control._statm.private_bytes() < held - (96 << 20)
+    libc.free(pieces[-1])
 
 
 def test_a_reset_keeps_the_name_and_its_mode(world: World) -> None:

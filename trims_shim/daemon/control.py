@@ -30,6 +30,7 @@ _logger = logging.getLogger("trims_shim.daemon")
 REQUEST_LIMIT_BYTES = 64 << 10
 """Longest request; replies may be longer (messages.CONTROL_MESSAGE_LIMIT_BYTES)."""
 _BLOAT_LIMIT_BYTES = 256 << 20
+_TRIM_FROM_BYTES = 32 << 20
 _TURN_S = 0.01
 _UNREAD_REPLIES = 64
 """For each client, beside what the kernel buffers. A client waits for one reply at a time, and gets
@@ -52,7 +53,7 @@ class ControlSocket:
         self._statm = _Statm()
         self._condemned: list[tuple[float, socket.socket]] = []
         self._router = self._bind()
-        self._baseline = self._statm.private_bytes()
+        self._first = self._baseline = self._statm.private_bytes()
 
     def has_messages(self) -> bool:
         """Whether :meth:`receive` would return something."""
@@ -112,7 +113,13 @@ class ControlSocket:
 
     def is_bloated(self) -> bool:
         """Whether this process holds far more memory than it did; ask once a second."""
-        return self._statm.private_bytes() - self._baseline >= _BLOAT_LIMIT_BYTES
+        held = self._statm.private_bytes()
+        if held - self._first >= _TRIM_FROM_BYTES:
+            # The heap keeps what was freed, in pieces, and a flood leaves hundreds of megabytes.
+            _trim_heap()
+            held = self._statm.private_bytes()
+            self._baseline = max(self._first, min(self._baseline, held))
+        return held - self._baseline >= _BLOAT_LIMIT_BYTES
 
     def reset(self) -> None:
         """Close the socket with everything in it, and open it again under its name."""
