@@ -192,7 +192,7 @@ def test_a_status_fits_a_reply(server: Server, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_clients_say_takes_no_more_of_a_status_than_is_reckoned(server: Server) -> None:
-    """Found: letters of four bytes, which count as one, made it too long for any client."""
+    """Letters of four bytes counted as one: a row could be longer than was reckoned."""
     session = server.client(OWN)
     session.token = b""
     server.sessions.greet(session, "\U0001f600" * 64, 1 << 62)
