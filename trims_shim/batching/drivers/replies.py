@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, InvalidStateError
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from trims_shim.batching.protocol import Cancelled
@@ -147,15 +148,21 @@ class Entry:
 class Failure:
     """In a list of results: this item failed."""
 
-    __slots__ = ("error",)
+    __slots__ = ("_traceback", "error")
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
+        self._traceback = error.__traceback__
+
+    def to_raise(self) -> BaseException:
+        """The error as it came; callers that share it have since added their frames to it."""
+        return self.error.with_traceback(self._traceback)
 
     def let_go(self) -> None:
         """Drop the error once it was handed out; see :meth:`Entry.let_go`."""
         with contextlib.suppress(AttributeError):  # one for several items
             del self.error
+            del self._traceback
 
 
 FAILURES = (Failure, BaseException)
@@ -209,14 +216,14 @@ class Seat:
 class BlockedCall(Seat):
     """The caller's thread waits, and runs its batch itself when it is asked to."""
 
-    __slots__ = ("_error", "_result", "is_abandoned", "is_done")
+    __slots__ = ("_failure", "_result", "is_abandoned", "is_done")
 
     def __init__(self) -> None:
         super().__init__()
         self.is_done = False
         self.is_abandoned = False
         self._result: Any = None
-        self._error: BaseException | None = None
+        self._failure: Failure | None = None
 
     def begin(self) -> bool:
         """See :class:`Reply`."""
@@ -230,7 +237,7 @@ class BlockedCall(Seat):
 
     def fail(self, error: BaseException) -> None:
         """See :class:`Reply`."""
-        self._error = error
+        self._failure = Failure(error)
         self.is_done = True
         self.wake()
 
@@ -241,12 +248,12 @@ class BlockedCall(Seat):
 
     def take(self) -> Any:
         """The result; raises the error."""
-        if self._error is None:
+        if self._failure is None:
             return self._result
         try:
-            raise self._error
+            raise self._failure.to_raise()
         finally:
-            self._error = None  # its traceback holds this frame, and with it this object
+            self._failure = None  # its traceback holds this frame, and with it this object
 
 
 # --- futures --------------------------------------------------------------------------------------
@@ -279,6 +286,7 @@ class BatchFuture(Future[Answer]):
         super().__init__()
         self._condition = _Condition()
         self._sleepers: deque[Seat] = deque()
+        self._traceback: TracebackType | None = None
         self._dispatch: Dispatch | None = None
         self._request: Request | None = None
 
@@ -308,7 +316,7 @@ class BatchFuture(Future[Answer]):
         self._await(timeout)
         try:
             if self._exception is not None:
-                raise self._exception
+                raise self._exception.with_traceback(self._traceback)  # see Failure.to_raise
             return self._result  # type: ignore[return-value]
         finally:
             del self  # else an error would keep itself, by this frame in its traceback
@@ -333,6 +341,12 @@ class BatchFuture(Future[Answer]):
         with self._condition:
             if self._state == "RUNNING":
                 self._state = "PENDING"
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """See :class:`concurrent.futures.Future`."""
+        if exception is not None:
+            self._traceback = exception.__traceback__
+        super().set_exception(exception)
 
     def answer(self, result: Any) -> None:
         """See :class:`Reply`."""

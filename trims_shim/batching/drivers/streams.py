@@ -64,7 +64,7 @@ class StreamReply:
         if type(piece) is not Failure:
             return piece
         try:
-            raise piece.error
+            raise piece.to_raise()
         finally:
             del piece  # else the error would keep itself alive, by this frame in its traceback
 
