@@ -460,7 +460,7 @@ def test_a_file_that_is_no_profile(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--policy", "window:wait_ms"], "is not OPTION=VALUE"),
         (["--slo-ms", "21"], "every answer would be late"),
         (["--arrivals", "uniform", "--cv", "2"], "--cv is of gamma arrivals"),
-        (["--rate", "1e-12"], "give a higher rate"),
+        (["--line", "1e8,1e8", "--slo-ms", "1e9", "--load", "1e-9"], "give a higher rate"),
         (["--max-batch-size", "100000000"], "--max-batch-size 100000000"),
     ],
 )
@@ -547,6 +547,8 @@ def test_plot_without_matplotlib(
         ["simulate", "--line", "2,x"],
         ["simulate", "--line", "2,20", "--slo-ms", "0"],
         ["simulate", "--line", "2,20", "--slo-ms", "inf"],
+        ["simulate", "--line", "2,20", "--jitter-ms", "1e300"],
+        ["simulate", "--line", "2,20", "--rate", "1e-300"],
         ["simulate", "--line", "2,20", "--jitter-ms", "-1"],
         ["simulate", "--line", "2,20", "--spread", "-1"],
         ["simulate", "--line", "2,20", "--load", "1", "--rate", "1"],

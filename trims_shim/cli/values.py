@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,6 +10,8 @@ from typing import TypeVar
 __all__ = ["count", "counts", "line", "not_negative", "output", "positive", "shares"]
 
 _N = TypeVar("_N", int, float)
+_MOST = 1e9
+"""As milliseconds 11 days. Far larger ones, in nanoseconds, are more than can be reckoned with."""
 
 
 def _read(text: str, parse: Callable[[str], _N], is_fine: Callable[[_N], bool], what: str) -> _N:
@@ -29,13 +30,15 @@ def count(text: str) -> int:
 
 
 def positive(text: str) -> float:
-    """A finite number above 0."""
-    return _read(text, float, lambda number: 0 < number < math.inf, "a number above 0")
+    """A number above 0, within a sensible range."""
+    what = f"a number above 0, from {1 / _MOST:g} to {_MOST:g}"
+    return _read(text, float, lambda number: 1 / _MOST <= number <= _MOST, what)
 
 
 def not_negative(text: str) -> float:
-    """A finite number from 0 on."""
-    return _read(text, float, lambda number: 0 <= number < math.inf, "a number from 0 on")
+    """A number from 0 on, within a sensible range."""
+    what = f"a number from 0 on, of at most {_MOST:g}"
+    return _read(text, float, lambda number: 0 <= number <= _MOST, what)
 
 
 def counts(text: str) -> tuple[int, ...]:

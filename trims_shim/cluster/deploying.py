@@ -74,8 +74,10 @@ def deploy(
     unknown = sorted({option.variant for option in problem.options} - set(loaders))
     if unknown:
         raise ValueError(f"loaders has none for {', '.join(unknown)}: add one for each variant")
-    if replan_s is not None and not patience_s("replan_s", replan_s) > 0:
-        raise ValueError(f"replan_s is {replan_s}; None is for never")
+    if replan_s is not None:
+        replan_s = patience_s("replan_s", replan_s)
+        if not replan_s > 0:
+            raise ValueError(f"replan_s is {replan_s}; None is for never")
     start_timeout_s = patience_s("start_timeout_s", start_timeout_s)
     plan = functools.partial(plan_proteus, headroom=headroom)
     placement = plan(problem)

@@ -31,14 +31,14 @@ def test_objective_and_speed_can_be_chosen() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["later", "1,2,3,4", "-5", "nan", "inf", "1,,300", "1,1,", "0x10", "1;1;300"]
+    "line", ["later", "1,2,3,4", "-5", "nan", "inf", "1,,300", "1,1,", "0x10", "1;1;300", "1e305"]
 )
 def test_a_line_that_is_no_request_is_named(line: str) -> None:
     with pytest.raises(ValueError, match="line 2 of the trace is not"):
         list(read_trace(["1,1,300", line]))
 
 
-@pytest.mark.parametrize("slo", ["nan", "-1", "inf", "0"])
+@pytest.mark.parametrize("slo", ["nan", "-1", "inf", "0", "1e305"])
 def test_an_objective_has_to_be_a_positive_number(slo: str) -> None:
     with pytest.raises(ValueError, match="line 1 of the trace is not"):
         list(read_trace([f"1,1,{slo}"]))

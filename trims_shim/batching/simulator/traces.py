@@ -12,13 +12,14 @@ Pure: the caller opens the file.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from math import inf
 
 from trims_shim.batching.protocol import NEVER_NS, Request
 
 __all__ = ["read_trace"]
 
 _NS_PER_MS = 1_000_000
+_LATEST_MS = 4e12
+"""More than a century, or a time since 1970 that ends in 2096; in nanoseconds below NEVER_NS."""
 
 
 def read_trace(
@@ -52,12 +53,12 @@ def _parsed(line: str, count: int) -> tuple[float, float | None]:
     """(arrival in ns, objective in ms)."""
     try:
         values = [float(part) for part in line.split(",")]
-        is_sound = 1 <= len(values) <= 3 and 0 <= values[0] < inf
-        if not is_sound or (len(values) == 3 and not 0 < values[2] < inf):
+        is_sound = 1 <= len(values) <= 3 and 0 <= values[0] <= _LATEST_MS
+        if not is_sound or (len(values) == 3 and not 0 < values[2] <= _LATEST_MS):
             raise ValueError
     except ValueError:
         raise ValueError(
             f"line {count} of the trace is not 'arrival_ms', 'arrival_ms,level' or "
-            f"'arrival_ms,level,slo_ms': {line.strip()!r}"
+            f"'arrival_ms,level,slo_ms', up to {_LATEST_MS:g} ms: {line.strip()!r}"
         ) from None
     return values[0] * _NS_PER_MS, values[2] if len(values) == 3 else None
