@@ -147,6 +147,18 @@ class TestHandle:
         assert tensor.dtype == dtype
         assert tensor.view(torch.uint8).tolist() == [[0x38, 0x40], [0x01, 0x80]]
 
+    def test_floats_of_four_bits_are_pairs_as_safetensors_gives_them(
+        self, daemon: FakeDaemon, tmp_path: Path
+    ) -> None:
+        pairs = torch.arange(64, dtype=torch.uint8).view(4, 16).view(torch.float4_e2m1fn_x2)
+        path = str(tmp_path / "f4.safetensors")
+        safetensors.torch.save_file({"x": pairs}, path)
+        with trims_shim.open(path) as handle:
+            assert handle.records["x"].shape == (4, 32)
+            tensor = handle.torch("x")
+        assert (tensor.dtype, tensor.shape) == (pairs.dtype, pairs.shape)
+        assert torch.equal(tensor.view(torch.uint8), pairs.view(torch.uint8))
+
     def test_a_torch_archive_has_records_of_bytes(self, daemon: FakeDaemon, tmp_path: Path) -> None:
         path = str(tmp_path / "m.pt")
         values = torch.arange(6, dtype=torch.int32)

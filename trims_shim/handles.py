@@ -123,14 +123,14 @@ class Handle(_Opened["Arena"]):
         ensure_imported("torch", "trims_shim.patches.torch_storage")
         import torch
 
-        from trims_shim.patches.torch_storage import storage_of, torch_dtype
+        from trims_shim.patches.torch_storage import storage_of, torch_form
 
         record = self._record(name)
         storage = storage_of(self._open_arena())
         part = storage[record.span.offset_bytes : record.span.end_bytes]
-        dtype = torch_dtype(record.dtype) if record.dtype else torch.uint8
+        dtype, shape = torch_form(record)
         # Not on the program's default device.
-        return torch.empty(0, dtype=dtype, device="cpu").set_(part).view(record.shape)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(part).view(shape)
 
 
 class DeviceHandle(_Opened["DeviceArena"]):
@@ -172,16 +172,16 @@ class DeviceHandle(_Opened["DeviceArena"]):
 
         from trims_shim.patches import torch_device
         from trims_shim.patches.torch_modes import unseen
-        from trims_shim.patches.torch_storage import torch_dtype
+        from trims_shim.patches.torch_storage import torch_form
 
         arena, record, address = self._find(name)
-        dtype = torch_dtype(record.dtype) if record.dtype else torch.uint8
+        dtype, shape = torch_form(record)
         torch_device.runtime.ready(arena.index)
         offset, size_bytes = address - arena.address, record.span.size_bytes
         storage = torch_device.shared_storage(arena, offset, size_bytes)
         with unseen():
             tensor = torch.empty(0, dtype=dtype, device=storage.device)
-            tensor = tensor.set_(storage).view(record.shape)
+            tensor = tensor.set_(storage).view(shape)
             return tensor.clone() if self._is_private else tensor
 
     def as_cupy(self, name: str) -> Any:

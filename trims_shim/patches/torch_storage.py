@@ -15,8 +15,9 @@ from trims_shim.patches.torch_modes import unseen
 
 if TYPE_CHECKING:
     from trims_shim.client.arenas import Arena
+    from trims_shim.specs import Record
 
-__all__ = ["bytes_over", "storage_of", "torch_dtype"]
+__all__ = ["bytes_over", "storage_of", "torch_dtype", "torch_form"]
 
 _TORCH_DTYPES = {
     "F64": "float64",
@@ -48,6 +49,19 @@ def torch_dtype(name: str) -> torch.dtype:
     if dtype is None:
         raise UnsupportedFormat(f"this torch has no dtype {name}")
     return dtype
+
+
+def torch_form(record: Record) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return dtype and shape of a record as safetensors gives it; bytes without a dtype.
+
+    Raises UnsupportedFormat.
+    """
+    if not record.dtype:
+        return torch.uint8, record.shape
+    pair: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
+    if record.dtype == "F4" and pair is not None and record.shape[-1] % 2 == 0:
+        return pair, (*record.shape[:-1], record.shape[-1] // 2)
+    return torch_dtype(record.dtype), record.shape
 
 
 def storage_of(arena: Arena) -> torch.UntypedStorage:
