@@ -534,6 +534,19 @@ def test_a_copy_that_is_replaced_while_it_is_taken_is_none(
     assert copies.use("k-1") == ""
 
 
+@pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("/nonexistent")])
+def test_what_is_no_directory_does_not_keep_a_download_from_its_name(
+    copies: Copies, make: Callable[[Path], object]
+) -> None:
+    """Found: every fetch of this file waited for ever."""
+    make(Path(copies.directory) / "k-1.partial")
+    assert copies.claim("k-1") is None
+    partial = copies.claim("k-1")
+    assert partial is not None
+    partial.discard()
+    partial.release()
+
+
 def test_a_download_that_goes_while_it_is_claimed_is_none(
     copies: Copies, home: Path, before_lock: Callable[..., None]
 ) -> None:

@@ -151,6 +151,8 @@ class Copies:
             os.mkdir(path, 0o700)
         descriptor = _opened(path)
         if descriptor is None:
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                os.unlink(path)  # A file, or a link, has its name; else it has just gone.
             return None
         _filling.add(descriptor)
         partial = Partial(path, descriptor)
