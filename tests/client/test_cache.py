@@ -168,6 +168,23 @@ def test_one_that_has_ended_meanwhile_is_not() -> None:
     assert dialled.cache._pool._idle == []
 
 
+def test_an_interrupt_while_it_is_looked_at_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted() -> bool:
+        raise KeyboardInterrupt
+
+    dialled = Dialled(lambda message: message)
+    dialled.cache.request(1)
+    (line,) = dialled.lines
+    with monkeypatch.context() as patch:
+        patch.setattr(line, "is_alive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            dialled.cache.request(1)
+    assert dialled.cache.request(2) == 2
+    assert dialled.lines == [line]
+
+
 def test_nonsense_costs_the_connection() -> None:
     dialled = Dialled(fail(WireError("nonsense")))
     dialled.cache.welcome()

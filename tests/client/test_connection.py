@@ -408,6 +408,23 @@ def test_what_is_withdrawn_without_a_load(daemon: Daemon) -> None:
         assert daemon.hear().message == messages.LeaseRelease(7)
 
 
+def test_a_load_that_is_over_is_not_withdrawn(daemon: Daemon) -> None:
+    """An interrupt comes before the next request has begun."""
+
+    def turn(ticket: int) -> None:
+        daemon.grant(ticket)
+        daemon.answer(reply())
+
+    daemon.is_resident = True
+    with Opening(daemon, turn) as opening:
+        os.close(opening.open("host").descriptor)
+        assert opening.connection.is_alive()
+        assert opening.connection.withdraw()
+        opening.connection.release(7)
+        opening.thread.join(PATIENCE_S)
+        assert daemon.hear().message == messages.LeaseRelease(7)
+
+
 def test_nothing_can_be_withdrawn_before_the_welcome(daemon: Daemon) -> None:
     thread = daemon.talk(daemon.hear)
     connection = connect(daemon)

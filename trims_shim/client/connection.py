@@ -306,7 +306,11 @@ class Connection:
     # --- life -------------------------------------------------------------------------------------
 
     def is_alive(self) -> bool:
-        """Whether neither the daemon has closed its end nor the program ours."""
+        """Whether neither the daemon has closed its end nor the program ours.
+
+        To be asked between requests: the last one is over, and cannot be withdrawn any more.
+        """
+        self._asked_under = 0
         if not self._own.is_open():
             return False
         try:

@@ -200,8 +200,12 @@ class Pool:
                 connection = self._idle.pop()
             except IndexError:
                 return None
-            if connection.is_alive():
-                return connection
+            try:
+                if connection.is_alive():
+                    return connection
+            except BaseException:  # An interrupt: leases depend on it.
+                self._idle.append(connection)
+                raise
             connection.close()
 
     def _connect(self, may_start: bool, *, is_heard: bool) -> Line:
