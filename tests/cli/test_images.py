@@ -25,9 +25,9 @@ from .conftest import LIMIT_S, MODEL_BYTES, Trims
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """Three models, one of them in a directory below, and something else."""
+    """Four models, one of them in a directory below, and something else."""
     (tmp_path / "below").mkdir()
-    for name in ("a.safetensors", "b.pt", "below/c.bin"):
+    for name in ("a.safetensors", "b.pt", "below/c.bin", "d.pt2"):
         (tmp_path / name).write_bytes(os.urandom(MODEL_BYTES))
     (tmp_path / "README").write_text("no model")
     # The daemon does not trust the times of a file that was written a moment ago.
@@ -41,11 +41,11 @@ def test_warm_takes_files_patterns_and_directories(warmed: Trims, models: Path) 
     assert done.returncode == Exit.OK, done.stderr
     assert done.stderr == "", "no progress with --json"
     found = {Path(each["path"]).name: each for each in json.loads(done.stdout)}
-    assert sorted(found) == ["a.safetensors", "b.pt", "c.bin"]
+    assert sorted(found) == ["a.safetensors", "b.pt", "c.bin", "d.pt2"]
     assert {each["outcome"] for each in found.values()} == {"loaded"}
     again = warmed("warm", *words)
-    assert again.stderr.count("in the cache already") == 3
-    assert "[3/3]" in again.stderr
+    assert again.stderr.count("in the cache already") == 4
+    assert "[4/4]" in again.stderr
     assert again.stdout == ""
 
 

@@ -41,7 +41,7 @@ from trims_shim.wire import admin, codec
 
 __all__ = ["evict", "pin", "unpin", "verify", "warm"]
 
-MODEL_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+MODEL_SUFFIXES = (".safetensors", ".pt", ".pt2", ".pth", ".bin", ".ckpt")
 """Files taken from a directory; a file that is named itself may have any name."""
 ONNX_SUFFIX = ".onnx"
 """Also taken if there is an onnxruntime to prepare them with."""

@@ -211,7 +211,7 @@ def _add_first(commands: Commands[argparse.ArgumentParser]) -> None:
         "paths",
         nargs="+",
         metavar="PATH",
-        help="a file, a pattern, a directory (all below it), or a URL, which is fetched first",
+        help="a file, a pattern, a directory (models below it), or a URL, which is fetched first",
     )
     warm.add_argument("--pin", action="store_true", help="keep them resident")
     warm.add_argument("--device", metavar="DEVICE", help=f"into a device's memory: {_DEVICE}")
