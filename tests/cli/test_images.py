@@ -199,6 +199,15 @@ def test_pinned_image_stays_until_unpinned(warmed: Trims, models: Path) -> None:
     assert "`trims ls`" in warmed("unpin", str(path)).stderr
 
 
+def test_pin_of_an_onnx_model(warmed: Trims, tmp_path: Path) -> None:
+    """Found: it advised `trims warm --pin`, which refuses these."""
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"a model")
+    done = warmed("pin", str(path))
+    assert done.returncode == Exit.FAILED
+    assert done.stderr == f"trims: {path}: prepared ONNX models are not pinned\n"
+
+
 def test_verify(warmed: Trims, model: Path) -> None:
     assert warmed("verify", str(model)).stdout.endswith(" sound\n")
     replies = json.loads(warmed("verify", "--all", "--json").stdout)

@@ -227,6 +227,8 @@ def _pin(arguments: argparse.Namespace, *, is_pinned: bool) -> Exit:
     try:
         reply = cache().request(admin.PinImageRequest(_name_of(name), is_pinned=is_pinned))
     except UnknownImage:
+        if is_pinned and name.endswith(ONNX_SUFFIX):
+            raise UnknownImage(f"{name}: prepared ONNX models are not pinned") from None
         if is_pinned and os.path.isfile(name):
             raise UnknownImage(f"{name} is not in the cache; `trims warm --pin {name}`") from None
         raise
