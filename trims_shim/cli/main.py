@@ -257,7 +257,9 @@ def _add_looking(commands: Commands[argparse.ArgumentParser]) -> None:
         "trims info --probe",
     )
     info.add_argument(
-        "--probe", action="store_true", help="import torch and safetensors, and really patch them"
+        "--probe",
+        action="store_true",
+        help="import the libraries, but transformers and peft, and really patch them",
     )
     add_command(
         commands, "ls", "status:list_images", "list the images in the cache", "trims ls --json"
