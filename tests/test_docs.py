@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trims_shim import diagnostics, errors, inspection, patches
+from trims_shim import config, diagnostics, errors, inspection, patches
+from trims_shim.batching.staged import slice_onnx
 from trims_shim.cli.main import make_parser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -91,3 +92,13 @@ def test_commands_are_understood() -> None:
     assert "plan herd herd.toml" in found
     for words in found:
         assert make_parser().parse_args(shlex.split(words, comments=True))
+
+
+def test_the_extra_for_onnx_stages_brings_an_onnxruntime_that_can_be_cut() -> None:
+    """Found: it was content with 1.19. Before 1.21, onnxruntime does not find a stage's weights."""
+    needed = re.search(r"onnxruntime ([0-9.]+)", slice_onnx.__doc__ or "")
+    assert needed
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = config.load_toml(file)["project"]["optional-dependencies"]
+    assert f"onnxruntime>={needed[1]}" in extras["onnx"]
+    assert f"onnxruntime {needed[1]} or later" in (ROOT / "docs" / "stages.md").read_text()
