@@ -78,6 +78,32 @@ def test_no_count_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert diagnostics.stats().hits == THREADS * times
 
 
+def test_counters_of_ended_threads_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnostics, "_by_thread", {})
+    threads = 400
+    together(*[lambda: diagnostics.count("open", "hit")] * threads)
+    diagnostics.count("open", "miss")  # the first of this thread
+    assert len(diagnostics._by_thread) < threads // 2
+    assert diagnostics.stats().events == {"open:hit": threads, "open:miss": 1}
+
+
+def test_no_count_is_lost_while_those_of_ended_threads_are_added_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(diagnostics, "_by_thread", {})
+    monkeypatch.setattr(diagnostics, "_MOST_ENDED", -1000)  # at each first count
+    threads, rounds = 8, 100
+
+    def start_others() -> None:
+        for _ in range(rounds):
+            other = threading.Thread(target=diagnostics.count, args=("open", "hit"))
+            other.start()
+            other.join(60)
+
+    together(*[start_others] * threads)
+    assert diagnostics.stats().hits == threads * rounds
+
+
 def test_counts_are_reported_once_while_others_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnostics, "_by_thread", {})
     monkeypatch.setattr(diagnostics, "_reported", Counter())

@@ -49,6 +49,10 @@ _RAISING = frozenset(
 
 _by_thread: dict[int, Counter[str]] = {}
 """Without the interpreter lock, of two threads that increment one counter at once one is lost."""
+_ENDED = 0
+"""In the place of a thread's identifier, which this never is: the sums of threads that ended."""
+_MOST_ENDED = 64
+"""A program may start a thread for each request, for weeks, and many identifiers are new ones."""
 _reported: Counter[str] = Counter()
 _turn = [object()]
 """Taken while somebody computes what is unreported, so that nothing is reported twice."""
@@ -141,6 +145,7 @@ def count(event: str, reason: str = "", amount: int = 1) -> None:
     thread = threading.get_ident()
     ours = _by_thread.get(thread)
     if ours is None:
+        _add_up_ended()
         ours = _by_thread.setdefault(thread, Counter())
     ours[f"{event}:{reason}" if reason else event] += amount
     if event in _TOLD_AT_ONCE:
@@ -259,6 +264,27 @@ def _foreign_codes(error: BaseException) -> Iterator[CodeType]:
         if not code.co_filename.startswith(_PACKAGE):
             yield code
         place = place.tb_next
+
+
+def _add_up_ended() -> None:
+    """Where there are many, add the counters of threads that have ended to those before them."""
+    if len(_by_thread) < _MOST_ENDED + 2 * len(sys._current_frames()):
+        return
+    try:
+        turn = _turn.pop()
+    except IndexError:
+        return
+    try:
+        ended = _by_thread.setdefault(_ENDED, Counter())
+        kept = {_ENDED, *sys._current_frames()}
+        for thread in [each for each in list(_by_thread) if each not in kept]:
+            ours = _by_thread.pop(thread)
+            # A new thread may have got the identifier meanwhile, and be counting.
+            is_used = thread in sys._current_frames()
+            if not is_used or _by_thread.setdefault(thread, ours) is not ours:
+                ended.update(ours)
+    finally:
+        _turn.append(turn)
 
 
 def _totals() -> dict[str, int]:
