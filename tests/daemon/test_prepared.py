@@ -30,7 +30,7 @@ from trims_shim.daemon.prepared import jobs as prepared_jobs
 from trims_shim.daemon.prepared import serving as prepared_module
 from trims_shim.daemon.prepared.directory import PreparedSettings, Space
 from trims_shim.daemon.prepared.externals import external_identities
-from trims_shim.daemon.prepared.files import Scan
+from trims_shim.daemon.prepared.files import PreparedFiles, Scan
 from trims_shim.daemon.prepared.serving import PreparedModels
 from trims_shim.daemon.sessions import Limits, Session, Sessions
 from trims_shim.daemon.values import Announce
@@ -893,6 +893,28 @@ class TestRoom:
         assert world.counters["prepared_dropped"] == 1
         assert world.outcome(paths[1]) == "preparing"
         world.settle()
+
+    def test_the_preparer_goes_on_once_the_room_is_there(
+        self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        world = make_world(budget=25_000)
+        world.make(model)
+        other = model.with_name("other.onnx")
+        other.write_bytes(bytes(12_000))
+        found: list[list[str]] = []
+        world.preparer.on_made = lambda _: found.append(
+            [each for each in os.listdir(world.directory) if each.startswith(".removed-")]
+        )
+        delete = PreparedFiles.delete
+
+        def delete_slowly(files: PreparedFiles, path: str) -> None:
+            time.sleep(0.3 if path else 0)
+            delete(files, path)
+
+        monkeypatch.setattr(PreparedFiles, "delete", delete_slowly)
+        world.make(other)
+        assert world.counters["prepared_dropped"] == 1
+        assert found == [[]]
 
     def test_what_is_larger_than_the_budget(
         self, make_world: Callable[..., World], model: Path

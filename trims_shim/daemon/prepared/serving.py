@@ -436,7 +436,8 @@ class PreparedModels:
             short_bytes=event.short_bytes,
         )
         self._execute(verdict.actions)
-        event.answer.put(verdict.is_wanted)
+        # Behind the deletions: the preparer looks at once how much room there is.
+        self._do_aside(event.answer.put, verdict.is_wanted)
 
     def _on_ended(self, event: Ended) -> None:
         job, published = event.job, event.published
