@@ -164,6 +164,29 @@ class TestConversation:
         assert reply is not None
         assert reply.message == f"{errno.EFBIG} 450000"
 
+    def test_it_may_use_the_room_that_was_made_for_it(
+        self, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Status:
+            f_bavail, f_frsize = 0, 1000
+
+        def decide(hashed: SourceHashed) -> bool:
+            Status.f_bavail = 1000
+            return True
+
+        monkeypatch.setattr(preparing.os, "statvfs", lambda _: Status)
+        code = (
+            "say(hashed); hear()\n"
+            "with open(os.path.join(request.directory, 'weights.bin'), 'wb') as file:\n"
+            "    file.write(bytes(400_000))\n"
+            "say(duties.PrepareReply(reason='x', message='written'))\n"
+        )
+        order = fakes.order(code)
+        reply = fakes.preparer().run(order, decide)
+        os.close(order.request.source)
+        assert reply is not None
+        assert reply.message == "written"
+
     def test_one_that_is_not_wanted(self, fakes: Fakes) -> None:
         code = "say(hashed); hear(); time.sleep(600)"
         assert fakes.run(code, is_wanted=False) is None

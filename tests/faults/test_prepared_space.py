@@ -77,6 +77,26 @@ def test_a_full_disk(small_disk: World) -> None:
     assert client.create(large) == (right[1], True)
 
 
+def _free_bytes(world: World) -> int:
+    status = os.statvfs(world.settings["cache_dir"])
+    return status.f_bavail * status.f_frsize
+
+
+def test_a_full_disk_on_which_room_is_made(small_disk: World) -> None:
+    """Models that are dropped for another one are not dropped in vain."""
+    world = small_disk
+    new = model(world, 9)
+    right = expected(world, new)[0]
+    prepare(world, *(model(world, seed, width=700) for seed in range(1, 5)))
+    filler = Path(world.settings["cache_dir"]) / "filler"
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, _free_bytes(world))
+    client = sessions(world)
+    assert client.create(new) == (right, False)
+    assert set(settled(world)) == {"ready"}
+    assert client.create(new) == (right, True)
+
+
 def test_files_may_not_grow(prepared_world: World) -> None:
     """RLIMIT_FSIZE, which the preparer inherits: as if the disk were full while it writes."""
     world = prepared_world

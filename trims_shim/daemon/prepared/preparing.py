@@ -156,6 +156,7 @@ class Preparer:
                 _check_hashed(message)
                 if not decide(message):
                     return None
+                _limit_files(child.pid, order.request.directory)  # Room may have been made for it.
                 frames.send(connection, duties.ContentWanted(), deadline_s=deadline_s)
                 message = frames.receive(connection, deadline_s=deadline_s)
         except TimeoutError:
@@ -272,8 +273,10 @@ def _limit_files(pid: int, directory: str) -> None:
         free_bytes = status.f_bavail * status.f_frsize
         limit = int(_FILE_SHARE * free_bytes)
         _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-        if hard == resource.RLIM_INFINITY or hard > limit:
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, limit))
+        if hard != resource.RLIM_INFINITY:
+            limit = min(limit, hard)
+        # The hard limit could not be raised again when there is more room.
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, hard))
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
