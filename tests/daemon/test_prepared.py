@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from harness import PATIENCE_S, wait_until
@@ -53,8 +53,13 @@ MIB = 1 << 20
 
 
 class _NoSocket:
-    def close(self) -> None:
-        """There is none."""
+    """There is none, and nothing unread in it."""
+
+    def shutdown(self, how: int) -> None: ...
+    def close(self) -> None: ...
+
+    def recvmsg(self, *arguments: int) -> NoReturn:
+        raise BlockingIOError
 
 
 class World(Front):
