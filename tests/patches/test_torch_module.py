@@ -406,6 +406,39 @@ def test_an_observer_of_the_old_memory_sees_the_new_values(
     assert elided() == before + 1
 
 
+@pytest.mark.parametrize("loaded_before", [False, True], ids=["fresh", "elided-before"])
+@pytest.mark.parametrize(
+    "moment", [(Image, "map"), (torch.Tensor, "is_pinned")], ids=["mapping", "pinned?"]
+)
+def test_another_thread_that_observes_the_old_memory_in_the_middle_sees_the_new_values(
+    moment: tuple[Any, str],
+    loaded_before: bool,
+    prepare: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It runs whenever the loading thread is in a system call, or in most functions of torch."""
+    expected = weight().state_dict()
+    module, state = weight(), cached(expected)
+    prepare(module)
+    if loaded_before:
+        module.load_state_dict(cached(weight().state_dict()))
+    before = elided()
+    original, seen = getattr(*moment), []
+
+    def let_others_run(*args: Any) -> Any:
+        if not seen:
+            other = threading.Thread(target=lambda: seen.append(_numpy(module.weight)))
+            other.start()
+            other.join(TIMEOUT_S)
+        return original(*args)
+
+    monkeypatch.setattr(*moment, let_others_run)
+    module.load_state_dict(state)
+    assert_equal(module, expected)
+    assert torch.equal(seen[0](), expected["weight"])
+    assert elided() == before
+
+
 def test_a_graph_that_saved_the_parameter_notices_the_load(prepare: Callable[..., None]) -> None:
     module, state = weight(), cached(weight().state_dict())
     prepare(module)

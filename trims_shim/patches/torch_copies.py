@@ -207,9 +207,9 @@ def held_aliases(module: torch.nn.Module) -> Counter[int]:
 def is_exclusive(dst: torch.Tensor, size: int, *, aliases: int = 0) -> bool:
     """Whether :func:`is_sole_owner` holds, and the memory is neither shared nor pinned."""
     return (
-        is_sole_owner(dst, size, aliases=aliases)
+        not dst.is_pinned()  # first: torch lets other threads run, which may become owners
         and not dst.untyped_storage().is_shared()
-        and not dst.is_pinned()
+        and is_sole_owner(dst, size, aliases=aliases)
     )
 
 

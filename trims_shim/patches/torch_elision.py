@@ -202,7 +202,11 @@ class _Call:
             target = self._targets[image] = _Target.of(image)
         if not target.take(offset, offset + size):
             return False
-        self._swap(dst, target.storage[offset : offset + size], size)
+        fresh = target.storage[offset : offset + size]
+        # Other threads ran during the system calls since, and may look at the memory by now.
+        if not self._is_exclusive(dst, size):
+            return False
+        self._swap(dst, fresh, size)
         return self._shows(dst, size)
 
     def _shows(self, dst: torch.Tensor, size: int) -> bool:
@@ -240,11 +244,14 @@ class _Call:
         since then will be written again. Mapping it anew would cost a page fault each time, and
         more memory than a copy until the written pages are given back.
         """
-        if not is_exclusive(dst, size, aliases=self._aliases[id(dst)]):
+        if not self._is_exclusive(dst, size):
             return False
         if dst.untyped_storage().resizable():
             return True
         return _is_ours(dst.data_ptr(), size) and self._is_pristine(dst, size)
+
+    def _is_exclusive(self, dst: torch.Tensor, size: int) -> bool:
+        return is_exclusive(dst, size, aliases=self._aliases[id(dst)])
 
     def _is_pristine(self, tensor: torch.Tensor, size: int) -> bool:
         return self._scanner is not None and self._scanner.is_pristine(tensor.data_ptr(), size)
