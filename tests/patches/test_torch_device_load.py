@@ -135,6 +135,20 @@ def test_a_torch_that_says_whether_it_is_weights_only(
         assert shared(torch.load(path, map_location="cuda")["table"])
 
 
+def test_garbage_is_collected_while_a_load_waits_for_the_daemon(
+    devices: Devices, save: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, seen = devices.open_device, []
+
+    def open_device(*args: Any, **options: Any) -> Any:
+        seen.append(gc.isenabled())
+        return original(*args, **options)
+
+    monkeypatch.setattr(devices, "open_device", open_device)
+    assert shared(torch.load(save(state()), map_location="cuda")["table"])
+    assert seen == [True]
+
+
 def test_no_index_is_the_current_device(devices: Devices, save: Callable[..., str]) -> None:
     devices.runtime.current = 1
     torch.load(save(state()), map_location="cuda")

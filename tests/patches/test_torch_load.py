@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 import trims_shim
 from trims_shim import diagnostics
+from trims_shim.client.cache import Cache
 from trims_shim.errors import NoSpace
 from trims_shim.patches import torch_rebuild
 from trims_shim.testing import FakeDaemon
@@ -115,3 +117,23 @@ def test_an_error_of_the_cache_is_raised_if_asked_for(daemon: FakeDaemon, path: 
     daemon.refuse(NoSpace("full"))
     with pytest.raises(NoSpace):
         torch.load(path)
+
+
+def test_garbage_is_collected_while_a_load_waits_for_the_daemon(
+    daemon: FakeDaemon, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may read a large file for minutes, in which other threads go on making garbage."""
+    seen: dict[str, bool] = {}
+
+    def noting(name: str, function: Any) -> Any:
+        def note(*args: Any, **kwargs: Any) -> Any:
+            seen[name] = gc.isenabled()
+            return function(*args, **kwargs)
+
+        return note
+
+    monkeypatch.setattr(Cache, "open", noting("waiting", Cache.open))
+    monkeypatch.setattr(torch_rebuild, "assemble", noting("building", torch_rebuild.assemble))
+    assert torch.load(path)["weight"].tolist() == list(range(10))
+    assert seen == {"waiting": True, "building": False}
+    assert gc.isenabled()

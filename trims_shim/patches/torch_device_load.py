@@ -30,7 +30,7 @@ from trims_shim.patches import torch_device, torch_rebuild
 from trims_shim.patches.asking import absolute
 from trims_shim.patches.torch_device import Place
 from trims_shim.patches.torch_modes import unseen
-from trims_shim.patches.torch_rebuild import Built
+from trims_shim.patches.torch_rebuild import Built, collector_paused
 
 if TYPE_CHECKING:
     from trims_shim.client.device_arenas import DeviceArena
@@ -90,6 +90,7 @@ def _names_cuda(location: str) -> bool:
     return location == "cuda" or _CUDA.match(location) is not None
 
 
+@collector_paused()
 def _plan(reader: Any, map_location: Any) -> tuple[bytes, Recipe, torch.device] | None:
     """Return the pickle, its recipe, and the one device to which all of its storages go."""
     if not reader.has_record(_PICKLE):
@@ -160,6 +161,7 @@ class _Image:
         self.end_bytes = 0
         """Where torch's reader would leave the program's file; 0: where it is now."""
 
+    @collector_paused()
     def assemble(self, recipe: Recipe, pickle: bytes) -> Any:
         """Build the result. Raises UnsupportedFormat where torch has to build it."""
         records = self._archive.records

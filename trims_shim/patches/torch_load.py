@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import logging
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from trims_shim.patches.points import PatchPoint, is_own
 from trims_shim.patches.torch_archive import ArchiveReader, ServedArchive, missing_method, serve
 from trims_shim.patches.torch_from_file import loads
 from trims_shim.patches.torch_modes import has_foreign_mode, has_mode, uncompiled, unseen
-from trims_shim.patches.torch_rebuild import Built
+from trims_shim.patches.torch_rebuild import Built, collector_paused
 from trims_shim.patches.torch_storage import bytes_over
 
 __all__ = ["POINTS"]
@@ -177,40 +176,6 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
     return _load
 
 
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause garbage collection while a state dict is built from thousands of short-lived objects.
-
-    A full collection takes 80 ms in a program that has imported torch, ten times the load. If
-    another thread turns the collector off meanwhile, this turns it on again, which is harmless.
-    """
-    global _is_collector_paused
-    if not gc.isenabled():
-        yield
-        return
-    try:
-        _is_collector_paused = True
-        gc.disable()
-        yield
-    finally:
-        gc.enable()
-        _is_collector_paused = False
-
-
-_is_collector_paused = False
-
-
-def _resume_collector() -> None:
-    """Turn the collector on in a forked child, which lacks the thread that would do it."""
-    global _is_collector_paused
-    if _is_collector_paused:
-        gc.enable()
-        _is_collector_paused = False
-
-
-os.register_at_fork(after_in_child=_resume_collector)
-
-
 def _is_plain_call(pickle_module: Any, pickle_file: str, arguments: dict[str, Any]) -> bool:
     return (
         pickle_module in (pickle, serialization._weights_only_unpickler)
@@ -277,7 +242,6 @@ _IS_TORCHS = all(map(is_own, _STOCK_REBUILDERS, _HOMES)) and all(
 """Whether none had been replaced or registered by others when this module was imported."""
 
 
-@_collector_paused()
 def _build_on_device(reader: _Reader, map_location: Any) -> Built | None:
     """Return the result on its device; None where the host tier or torch has to build it."""
     if reader.file is None or not torch_device_load.may_apply(map_location) or has_foreign_mode():
@@ -288,7 +252,6 @@ def _build_on_device(reader: _Reader, map_location: Any) -> Built | None:
     return built
 
 
-@_collector_paused()
 def _build_on_host(reader: _Reader, map_location: Any, overall_storage: Any) -> Built | None:
     """Return the result over the cached archive; None where torch has to unpickle it."""
     if not (map_location is None or _is_cpu(map_location)) or has_mode():
@@ -316,6 +279,7 @@ def _build_on_host(reader: _Reader, map_location: Any, overall_storage: Any) -> 
     return Built(result)
 
 
+@collector_paused()
 def _assemble(reader: _Reader, served: ServedArchive, *, is_on_cpu: bool) -> tuple[Any, int] | None:
     """Return the result, and where in the file torch would have read last; or None.
 
