@@ -877,6 +877,24 @@ def test_more_aliases_than_the_caller_holds(prepare: Callable[..., None]) -> Non
     assert elided() == NET_LARGE - 1, "the block has ended, and any alias counts"
 
 
+def _clone(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+    state.update({key: value.clone() for key, value in state.items()})
+
+
+def test_a_state_dict_of_clones_that_the_caller_holds(prepare: Callable[..., None]) -> None:
+    """The one alias is somebody else's."""
+    expected, module = weight().state_dict(), weight()
+    prepare(module)
+    module._register_state_dict_hook(_clone)
+    held, see = module.state_dict(), _dlpack(module.weight)
+    with torch_copies.holding_state_dict():
+        module.load_state_dict(cached(expected))
+    assert_equal(module, expected)
+    assert torch.equal(see(), expected["weight"])
+    assert held
+    assert elided() == 0
+
+
 def test_small_images_are_not_asked_for(
     prepare: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

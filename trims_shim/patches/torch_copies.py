@@ -190,10 +190,21 @@ def holding_state_dict() -> Iterator[None]:
         _holds_state_dict.reset(token)
 
 
+def _saves_aliases(module: torch.nn.Module) -> bool:
+    """Whether a module's ``state_dict()`` has its tensors, not clones or a part: torch's own."""
+    kind, stock = type(module), torch.nn.Module
+    return (
+        kind.state_dict is stock.state_dict
+        and kind._save_to_state_dict is stock._save_to_state_dict
+        and not {"state_dict", "_save_to_state_dict"} & module.__dict__.keys()
+        and not module._state_dict_hooks
+    )
+
+
 def held_aliases(module: torch.nn.Module) -> Counter[int]:
     """Count the aliases that load_state_dict's caller holds, by id of parameter or buffer."""
     aliases: Counter[int] = Counter()
-    if _holds_state_dict.get():
+    if _holds_state_dict.get() and all(map(_saves_aliases, module.modules())):
         for each in module.modules():
             aliases.update(map(id, each._parameters.values()))
             aliases.update(
