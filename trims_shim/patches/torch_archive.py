@@ -18,6 +18,7 @@ from trims_shim.errors import FormatError, UnsupportedFormat
 from trims_shim.formats import TorchArchive, read_archive
 from trims_shim.patches.asking import arena_of_file
 from trims_shim.patches.torch_modes import uncompiled
+from trims_shim.patches.torch_rebuild import collector_paused
 from trims_shim.patches.torch_storage import bytes_over, storage_of
 from trims_shim.specs import Span
 
@@ -114,6 +115,7 @@ class ArchiveReader(_FileReader):  # type: ignore[misc]
         return served
 
 
+@collector_paused()
 def serve(storage: torch.UntypedStorage, view: memoryview, name: str) -> ServedArchive | None:
     """Return the archive that fills a storage; None (counted) where torch has to read it."""
     try:
