@@ -3,6 +3,7 @@
 Without a compiler, or without pybind11, the package installs all the same and copies in Python.
 """
 
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -15,7 +16,8 @@ def extensions() -> list[Extension]:
         from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
     except ImportError:
         return []
-    ParallelCompile().install()
+    if can_compile_in_parallel():
+        ParallelCompile().install()
     engine = Pybind11Extension(
         "trims_shim._native",
         sorted(map(str, NATIVE.glob("*.cpp"))),
@@ -27,6 +29,18 @@ def extensions() -> list[Extension]:
         optional=True,
     )
     return [engine]
+
+
+def can_compile_in_parallel() -> bool:
+    """Whether a pool of threads works: its locks need /dev/shm, which a chroot may lack.
+
+    An error of the pool is none of the compiler, so it would end the installation.
+    """
+    try:
+        ThreadPool(1).terminate()
+    except (ImportError, OSError):
+        return False
+    return True
 
 
 setup(ext_modules=extensions())

@@ -62,3 +62,27 @@ def test_without_pybind11(sources: Path) -> None:
     modules, extensions = built(sources)
     assert modules
     assert not extensions
+
+
+WITHOUT_SEMAPHORES = """
+import multiprocessing.synchronize
+
+class Refused:
+    def __init__(self, *arguments, **options):
+        raise OSError(38, "Function not implemented")
+
+multiprocessing.synchronize.SemLock = Refused
+multiprocessing.synchronize.Lock = Refused
+"""
+
+
+def test_without_semaphores(sources: Path) -> None:
+    """As where there is no /dev/shm: only the compilers cannot run side by side."""
+    pytest.importorskip("pybind11")
+    if shutil.which("c++") is None:
+        pytest.skip("there is no C++ compiler")
+    done = build(sources, before=WITHOUT_SEMAPHORES)
+    assert done.returncode == 0, done.stderr
+    modules, extensions = built(sources)
+    assert modules
+    assert extensions
