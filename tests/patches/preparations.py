@@ -139,6 +139,9 @@ class Line:
     def is_alive(self) -> bool:
         return True
 
+    def withdraw(self) -> bool:
+        return False
+
 
 def digest_of(descriptor: int) -> str:
     """Of an open file."""
