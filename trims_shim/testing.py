@@ -435,6 +435,7 @@ class _Server(Daemon):
         with self.changed:
             self.openings.finish()
             self.prepared.finish()
+        self._pool.run()  # What the work that woke it waits for may be there now.
 
     def _take_released(self) -> None:
         while self._released:

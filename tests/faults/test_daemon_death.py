@@ -137,13 +137,13 @@ def test_killed_between_offer_and_request(running: World) -> None:
     world = running
     path = world.file(3)
     child = world.spawn(
-        "real = Connection.request\n"
+        "real = Connection._request\n"
         "def request(self, message):\n"
         "  if isinstance(message, messages.OpenImageRequest) and not hasattr(Connection, 'done'):\n"
         "    Connection.done = True\n"
         "    say('offered'); hear()\n"
         "  return real(self, message)\n"
-        "Connection.request = request\n"
+        "Connection._request = request\n"
         f"arena = open_file({path!r})\n"
         f"say(data(arena) == open({path!r}, 'rb').read())\n"
     )
@@ -158,12 +158,12 @@ def test_killed_between_reply_and_grant(running: World) -> None:
     world = running
     path = world.file(3)
     child = world.spawn(
-        "real = Connection.request\n"
+        "real = Connection._request\n"
         "def request(self, message):\n"
         "  reply = real(self, message)\n"
         "  say(type(reply).__name__); hear()\n"
         "  return reply\n"
-        "Connection.request = request\n"
+        "Connection._request = request\n"
         f"arena = open_file({path!r})\n"
         f"say(data(arena) == open({path!r}, 'rb').read())\n"
     )
