@@ -383,16 +383,22 @@ OBSERVERS = [
 ]
 
 
+def _prepared(prepare: Callable[..., None], loaded_before: bool) -> nn.Module:
+    """A module that has loaded other values, or none."""
+    module = weight()
+    prepare(module)
+    if loaded_before:
+        module.load_state_dict(cached(weight().state_dict()))
+    return module
+
+
 @pytest.mark.parametrize("loaded_before", [False, True], ids=["fresh", "elided-before"])
 @pytest.mark.parametrize("observe", OBSERVERS, ids=lambda observe: observe.__name__[1:])
 def test_an_observer_of_the_old_memory_sees_the_new_values(
     observe: Callable[[torch.Tensor], Any], loaded_before: bool, prepare: Callable[..., None]
 ) -> None:
     expected = weight().state_dict()
-    module, state = weight(), cached(expected)
-    prepare(module)
-    if loaded_before:
-        module.load_state_dict(cached(weight().state_dict()))
+    module, state = _prepared(prepare, loaded_before), cached(expected)
     before = elided()
     see = observe(module.weight)
     module.load_state_dict(state)
@@ -418,10 +424,7 @@ def test_another_thread_that_observes_the_old_memory_in_the_middle_sees_the_new_
 ) -> None:
     """It runs whenever the loading thread is in a system call, or in most functions of torch."""
     expected = weight().state_dict()
-    module, state = weight(), cached(expected)
-    prepare(module)
-    if loaded_before:
-        module.load_state_dict(cached(weight().state_dict()))
+    module, state = _prepared(prepare, loaded_before), cached(expected)
     before = elided()
     original, seen = getattr(*moment), []
 
