@@ -122,6 +122,7 @@ class HostFront(FakeFront):
         for each in self.sessions:
             self.sessions.close(each)
             self.openings.close_session(each.number)
+        self._pool.run()  # What a test that failed has left, or closing would wait for ever.
         self.tiers.close()
         for descriptor in self.descriptors:
             os.close(descriptor)

@@ -34,6 +34,14 @@ def graph(tmp_path: Path) -> OnnxGraph:
     return OnnxGraph(str(path))
 
 
+def test_onnxruntime_that_cannot_read_the_weights_of_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onnxruntime.__version__", "1.20.1")
+    with pytest.raises(StagingError, match=r"1\.21 or later: run `pip .*this is onnxruntime 1\.20"):
+        OnnxGraph(str(tmp_path / "not read"))
+
+
 def test_sparse_weights_are_refused(tmp_path: Path) -> None:
     made = Graph()
     made.node("Add", made.input("x", ["batch", 4]), "w", outputs=["y"])

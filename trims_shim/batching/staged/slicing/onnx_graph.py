@@ -13,6 +13,8 @@ from trims_shim.errors import StagingError
 
 __all__ = ["OnnxGraph", "onnx_package"]
 
+_ONNXRUNTIME = (1, 21)
+"""The oldest that reads the weights of a model given as bytes from a folder that it is told."""
 _OF_SHAPE = frozenset(["Shape", "Size"])
 """Operators that look at shapes only."""
 _GRAPH, _GRAPHS = 5, 10
@@ -20,16 +22,23 @@ _GRAPH, _GRAPHS = 5, 10
 
 
 def onnx_package() -> Any:
-    """The package ``onnx``. Raises StagingError where it, or onnxruntime, is not installed."""
+    """The package ``onnx``. Raises StagingError where it, or onnxruntime 1.21, is not installed."""
     try:
         import onnx
-        import onnxruntime  # noqa: F401
+        import onnxruntime
     except ImportError as error:
-        raise StagingError(
-            "slicing an ONNX model needs the packages onnx and onnxruntime: run "
-            f"`pip install 'trims-shim[onnx]'` ({error})"
-        ) from error
+        raise StagingError(_needs(str(error))) from error
+    if tuple(map(int, onnxruntime.__version__.split(".")[:2])) < _ONNXRUNTIME:
+        raise StagingError(_needs(f"this is onnxruntime {onnxruntime.__version__}"))
     return onnx
+
+
+def _needs(found: str) -> str:
+    oldest = ".".join(map(str, _ONNXRUNTIME))
+    return (
+        f"slicing an ONNX model needs the packages onnx and onnxruntime, {oldest} or later: run "
+        f"`pip install 'trims-shim[onnx]'` ({found})"
+    )
 
 
 class OnnxGraph:
