@@ -1,4 +1,4 @@
-"""torch.export, served; torch.jit, torch.package and distributed checkpoints: not, and intact."""
+"""Served: torch.export, torch.jit. Not, and intact: torch.package, distributed checkpoints."""
 
 from __future__ import annotations
 
@@ -22,12 +22,33 @@ def _traced(path: Path) -> None:
     torch.jit.save(torch.jit.trace(net().eval(), BATCH), path)
 
 
-@cases({"plain": {}, "cpu": {"map_location": "cpu"}, "mmap": {"mmap": True}})
+@cases({"plain": {}, "cpu": {"map_location": "cpu"}}, served=True)
 def jit_load(work: Work, options: dict[str, Any]) -> object:
     module = attempt(torch.jit.load, work.file("model.pt", _traced), **options)
-    if isinstance(module, Exception):
-        return module
-    return [module(BATCH), module.state_dict(), module.code]
+    wrong = attempt(torch.jit.load, work.directory / "model.pt", mmap=True)
+    return [module(BATCH), module.state_dict(), module.code, str(module.graph), wrong]
+
+
+@case(served=True)
+def jit_used_after_load(work: Work) -> object:
+    """Saved again, copied, frozen, trained, moved, in both modes of autograd."""
+    path = work.file("model.pt", _traced)
+    module = torch.jit.load(path)
+    torch.jit.save(module, "again.pt")
+    copied = copy.deepcopy(module)
+    seen: list[Any] = [torch.jit.load("again.pt").state_dict(), copied(BATCH)]
+    with torch.inference_mode():
+        inferring = torch.jit.load(path)
+        seen.append([inferring(BATCH), inferring.large.weight.is_inference()])
+    frozen = torch.jit.freeze(torch.jit.load(path).eval())
+    torch.jit.save(frozen, "frozen.pt")
+    seen.append([frozen(BATCH), torch.jit.load("frozen.pt")(BATCH)])
+    seen.append(attempt(torch.jit.optimize_for_inference, torch.jit.load(path).eval())(BATCH))
+    loss = module.double()(BATCH.double()).sum()
+    loss.backward()
+    gradients = {name: each.grad for name, each in module.named_parameters()}
+    module.load_state_dict(torch.jit.load(path).state_dict())
+    return [seen, loss, gradients, module.state_dict(), copied.state_dict()]
 
 
 @case()
@@ -49,7 +70,7 @@ def jit_load_refused(work: Work) -> object:
     return [type(error).__name__, first, missing]
 
 
-@case()
+@case(served=True)
 def jit_written_while_loaded(work: Work) -> object:
     path = work.fresh("model.pt", _traced)
     module = torch.jit.load(path)

@@ -36,6 +36,7 @@ PATCH_FILES = (
     # (patch file, settings that ask for it, modules whose import completes the library, is a guard)
     ("torch_from_file", _BOTH, ("torch",), False),
     ("torch_load", _TORCH, ("torch",), False),
+    ("torch_script", _TORCH, ("torch",), False),
     ("torch_export", _TORCH, ("torch.export.pt2_archive._package",), False),
     (ELIDING, _TORCH, ("torch",), True),
     ("torch_unshare", _BOTH, ("torch",), True),

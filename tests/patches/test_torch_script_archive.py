@@ -1,0 +1,144 @@
+"""TorchScript archives without their weights, and where the weights are."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+import zipfile
+from typing import Any
+
+import pytest
+import torch
+
+from tests.script_models import BATCH, SHARED, Model, Restoring, load, saved
+from trims_shim.errors import CorruptFile, FormatError, UnsupportedFormat
+from trims_shim.formats.torch_script import read_script_pickle
+from trims_shim.patches.torch_script_archive import read_script
+
+
+@pytest.fixture(scope="module")
+def archive() -> bytes:
+    return saved(Model().eval(), **{"note.txt": "seen"})
+
+
+def records(content: bytes) -> dict[str, bytes]:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        return {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+
+
+def changed(content: bytes, **changes: bytes | None) -> bytes:
+    """The archive with other contents of some records; None: without it."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as source, zipfile.ZipFile(made, "w") as archive:
+        for name in source.namelist():
+            new = changes.get(name.partition("/")[2], source.read(name))
+            if new is not None:
+                archive.writestr(name, new)
+    return made.getvalue()
+
+
+def attribute(module: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        module = getattr(module, name)
+    return module
+
+
+def test_each_weight_is_a_record_of_the_archive(archive: bytes) -> None:
+    plain = load(io.BytesIO(archive))
+    found = {}
+    for tensor, record in read_script(io.BytesIO(archive)).weights:
+        expected = attribute(plain, tensor.path)
+        found[tensor.path] = expected.data_ptr()
+        assert (tensor.size, tensor.stride) == (tuple(expected.shape), expected.stride())
+        assert (tensor.offset, f"torch.{tensor.dtype}") == (0, str(expected.dtype))
+        content = bytearray(archive[record.offset_bytes : record.end_bytes])
+        bytes_of = torch.frombuffer(content, dtype=expected.dtype)
+        assert torch.equal(bytes_of.as_strided(tensor.size, tensor.stride), expected)
+    shared = {attribute(plain, tuple(name.split("."))).data_ptr() for name in SHARED}
+    assert sorted(found.values()) == sorted(shared)
+
+
+def test_torch_reads_the_rest(archive: bytes) -> None:
+    script = read_script(io.BytesIO(archive))
+    module = load(io.BytesIO(script.archive))
+    empty = {tensor.path for tensor, _ in script.weights}
+    assert all(attribute(module, path).shape == (0,) for path in empty)
+    assert (module.listed[0].shape, module.low.shape, module.count) == ((2048,), (2048,), 7)
+    assert module.inner.weight.requires_grad
+    assert not module.coarse.requires_grad
+    mine, whole = records(script.archive), records(archive)
+    gone = {f"data/{tensor.key}" for tensor, _ in script.weights}
+    assert mine.keys() == whole.keys() - gone
+    assert [name for name in mine if mine[name] != whole[name]] == ["data.pkl"]
+
+
+def test_tensors_that_share_a_storage_stay(archive: bytes) -> None:
+    paths = {tensor.path for tensor, _ in read_script(io.BytesIO(archive)).weights}
+    assert not paths & {("low",), ("high",)}
+
+
+def test_a_class_that_restores_itself_is_refused() -> None:
+    with pytest.raises(UnsupportedFormat, match="restores itself"):
+        read_script(io.BytesIO(saved(Restoring())))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"constants.pkl": None}, "not a TorchScript archive"),
+        ({"data.pkl": None}, "not a TorchScript archive"),
+        ({"byteorder": b"big"}, "order of bytes"),
+        ({"data.pkl": pickle.dumps(1, 2)}, "not of a module"),
+        ({"data.pkl": b"\x80\x04."}, "protocol"),
+        ({"data.pkl": b"\x80\x02cos\nsystem\n)R."}, "not of a module"),
+        ({"data.pkl": b"\x80\x02c__torch__.torch.classes\nX\n."}, "only torch can restore"),
+    ],
+)
+def test_other_archives_are_refused(
+    archive: bytes, changes: dict[str, bytes | None], message: str
+) -> None:
+    with pytest.raises(UnsupportedFormat, match=message):
+        read_script(io.BytesIO(changed(archive, **changes)))
+
+
+def test_records_that_are_not_as_the_pickle_says_stay(archive: bytes) -> None:
+    """Compressed, of another size, or not aligned: zipfile aligns nothing."""
+    with pytest.raises(UnsupportedFormat, match="no large tensor"):
+        read_script(io.BytesIO(changed(archive)))
+
+
+def test_names_that_differ_in_case_only_are_refused(archive: bytes) -> None:
+    made = io.BytesIO(archive)
+    with zipfile.ZipFile(made, "a") as opened:
+        opened.writestr(f"{opened.namelist()[0].partition('/')[0]}/DATA.pkl", b"")
+    with pytest.raises(UnsupportedFormat, match="of one name"):
+        read_script(made)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"no archive" * 100])
+def test_what_is_no_archive_is_corrupt(content: bytes) -> None:
+    with pytest.raises(CorruptFile):
+        read_script(io.BytesIO(content))
+
+
+def test_deep_and_damaged_pickles_end_in_an_error(archive: bytes) -> None:
+    nested = b"c__torch__\nX\n)\x81}X\x01\x00\x00\x00a"
+    deep = b"\x80\x02" + nested * 1000 + b"N" + b"sb" * 1000 + b"."
+    with pytest.raises(FormatError):
+        read_script_pickle(deep)
+    data = records(archive)["data.pkl"]
+    chance = random.Random(0)
+    for _ in range(500):
+        damaged = bytearray(data)
+        for _ in range(chance.randint(1, 3)):
+            damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+        try:
+            read_script_pickle(bytes(damaged[: chance.choice([None, len(damaged) // 2])]))
+        except FormatError:
+            continue
+
+
+def test_results_of_what_is_read(archive: bytes) -> None:
+    """The fixture is a model that runs."""
+    assert load(io.BytesIO(archive))(BATCH).shape == (2, 64)
