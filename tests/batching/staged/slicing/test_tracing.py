@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.batching.staged.slicing.networks import Encoder, Recurrent, UNet, join_and_take
 from trims_shim.batching.staged.activations import Shared
-from trims_shim.batching.staged.flow import join, rows_of
+from trims_shim.batching.staged.flow import NotJoinable, join, rows_of
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.slicing.examples import Example, are_identical
 from trims_shim.batching.staged.slicing.tracing import TracedModel
@@ -175,6 +175,25 @@ class TestWhatCrosses:
         assert relu in {cut.position for cut in traced.cuts()}
         for cut in traced.cuts():
             check(traced, [cut.position])
+
+    def test_a_length_that_a_shape_does_not_show_is_never_anothers(self) -> None:
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            lengths = torch.full((3,), x.shape[1] * 1.0)
+            return torch.relu(x).sum(1) / lengths + 1
+
+        traced = TracedModel(Function(forward).eval(), torch.rand(2, 5, 3), varying=(1,))
+        batches = torch.rand(1, 4, 3), torch.rand(2, 7, 3)
+        joined = 0
+        for cut in traced.cuts():
+            first, second = traced.stages([cut.position])
+            try:
+                result = second(join([first(each) for each in batches]))
+            except NotJoinable:
+                continue
+            joined += 1
+            expected = torch.cat([traced.model(each) for each in batches])
+            torch.testing.assert_close(result, expected)
+        assert 0 < joined < len(traced.cuts())
 
     def test_no_cut_tears_a_memory_that_is_written_to(self) -> None:
         def forward(self: Any, x: torch.Tensor) -> torch.Tensor:

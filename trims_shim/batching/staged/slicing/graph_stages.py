@@ -6,7 +6,9 @@ is made before it and used after it:
 ========  ==========================================================================================
 batched   a dense tensor ``[batch, ...]``: crosses as it is
 shared    tensors and numbers that depend on no data and not on the size of the batch: as Shared
-count     numbers that depend on the size of the batch: never cross; computed again behind it
+count     numbers that depend on the size of the batch: never cross; computed again behind it. So
+          are tensors that depend on a length which their shape does not show: Shared parts of equal
+          shape have to be equal
 view      another way to look at a tensor that may cross: that one does, and the view is taken again
 ========  ==========================================================================================
 
@@ -68,6 +70,7 @@ class StagedGraph:
         self._small = self._values(example.of_rows(_SMALL))
         self._large = self._values(example.of_rows(_LARGE))
         self._with_data = self._find_data()
+        self._lengths = self._find_lengths()
         self._batched = {node for node in (*self.inputs, *self.operations) if self._has_rows(node)}
         written = (self._written(node) for node in self.operations)
         self._all_written = frozenset(itertools.chain.from_iterable(written))
@@ -128,6 +131,16 @@ class StagedGraph:
                 found.add(node)
         return found
 
+    def _find_lengths(self) -> dict[Node, set[Any]]:
+        """The symbols of sizes, but for that of the batch, on which nodes without data depend."""
+        found: dict[Node, set[Any]] = {}
+        batch = {size for node in self.inputs for size in _symbols(node, axes=1)}
+        for node in self.operations:
+            if node not in self._with_data:
+                before = (found.get(each, set()) for each in node.all_input_nodes)
+                found[node] = set().union(_symbols(node), *before) - batch
+        return found
+
     def _find_crossing(self) -> list[set[Node] | None]:
         """For each position the nodes that cross there, or None if it is not legal."""
         end = len(self.operations)
@@ -185,7 +198,8 @@ class StagedGraph:
             return False
         small, large = self._small[node], self._large[node]
         if isinstance(small, torch.Tensor):
-            return small.layout is torch.strided and are_identical(small, large)
+            is_same = small.layout is torch.strided and are_identical(small, large)
+            return is_same and self._lengths[node] <= _symbols(node)
         return isinstance(small, bool | int | float) and small == large
 
     def _is_count(self, node: Node) -> bool:
@@ -314,6 +328,14 @@ def _add(crossing: list[set[Node] | None], position: int, needs: frozenset[Node]
         crossing[position] = None
     elif found is not None:
         found.update(needs)
+
+
+def _symbols(node: Node, *, axes: int | None = None) -> set[Any]:
+    """The symbols of a number of the trace, or in the sizes of a tensor's first ``axes``."""
+    from torch.fx.experimental.symbolic_shapes import free_symbols
+
+    value = node.meta.get("val")
+    return set(free_symbols(tuple(getattr(value, "shape", (value,)))[:axes]))
 
 
 def _memory(value: Any) -> int:
