@@ -142,6 +142,23 @@ def test_a_model_that_looks_whether_it_is_traced() -> None:
         slice_model(Sly().eval(), torch.rand(2, 3), 2)
 
 
+@pytest.mark.parametrize("slice_it", [slice_model, slice_blocks])
+def test_a_model_that_writes_into_its_input_leaves_the_example_alone(slice_it: Any) -> None:
+    class Scaling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks(x.mul_(3).sub_(1))
+
+    model, example = Scaling().eval(), torch.rand(2, 3)
+    before = example.clone()
+    staged = slice_it(model, example, 2)
+    assert torch.equal(example, before)
+    assert are_identical(staged(example.clone()), Example(before).call(model))
+
+
 @pytest.fixture
 def _patched() -> Iterator[None]:
     was_enabled = trims_shim.enabled()

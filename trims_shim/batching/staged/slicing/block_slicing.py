@@ -78,7 +78,7 @@ def slice_blocks(
 
 def _body(model: Any, path: Sequence[str], run: Example) -> _Body:
     try:
-        return _Body(Shell(model, path, run), run)
+        return _Body(Shell(model, path, run.copy()), run.copy())
     except StagingError:
         raise
     # Raised by the model's own code, where it gets from a stand-in what no block would return.

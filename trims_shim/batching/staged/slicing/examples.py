@@ -106,6 +106,10 @@ class Example:
         args, kwargs = pytree.tree_map(of, (self.args, self.kwargs))
         return Example(kwargs or args)
 
+    def copy(self) -> Example:
+        """The same batch, for a model that may write into what it is called with."""
+        return self.with_rows(self.rows)
+
     def batch(self) -> tuple[Any, ...]:
         """The arguments of the first stage."""
         return (self.kwargs,) if self.kwargs else self.args
@@ -127,7 +131,7 @@ class Example:
     def check_runs(self, model: Callable[..., Any]) -> None:
         """Raise StagingError if the model itself does not run with it."""
         try:
-            self.call(model)
+            self.copy().call(model)
         except Exception as error:
             raise StagingError(
                 f"{type(model).__name__} does not run with the example: {first_line(error)}. Give "
@@ -139,7 +143,7 @@ def stage_times(stages: Sequence[Callable[..., Any]], example: Example) -> list[
     """The least time of each stage; first runs, in which compilers compile, do not count."""
     taken_ns: list[list[int]] = [[] for _ in stages]
     for _ in range(_REPEATS):
-        value: Any = example.batch()
+        value: Any = example.copy().batch()
         for number, stage in enumerate(stages):
             begin_ns = time.perf_counter_ns()
             value = stage(value) if number else stage(*value)
@@ -162,7 +166,7 @@ def check_stages(
     for rows in (1, example.rows, example.rows + 1):
         run = example.with_rows(rows)
         with torch.no_grad():
-            value: Any = stages[0](*run.batch())
+            value: Any = stages[0](*run.copy().batch())
             for stage in stages[1:]:
                 value = stage(value)
         if not are_identical(value, run.call(model)):
@@ -172,7 +176,7 @@ def check_stages(
                 "it in the other way (slice_model, slice_blocks), or write its stages as functions"
             )
     # The smaller one first: it moves the rows of the other to other places.
-    runs = example.with_rows(1), example
+    runs = example.with_rows(1), example.copy()
     # Batches that cannot be joined here are not joined in service, either.
     with contextlib.suppress(NotJoinable), torch.no_grad():
         for run, result in zip(runs, _joined(stages, *runs), strict=True):
@@ -185,7 +189,7 @@ def check_stages(
 
 def _joined(stages: Sequence[Callable[..., Any]], one: Example, other: Example) -> list[Any]:
     """The results of two batches that were one in every stage but the first."""
-    values = [stages[0](*each.batch()) for each in (one, other)]
+    values = [stages[0](*each.copy().batch()) for each in (one, other)]
     everyone = range(one.rows + other.rows)
     parts = everyone[: one.rows], everyone[one.rows :]
     for number, stage in enumerate(stages[1:], 2):

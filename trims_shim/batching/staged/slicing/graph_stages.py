@@ -106,7 +106,7 @@ class StagedGraph:
 
         with torch.no_grad():
             for _ in range(repeats + 1):
-                leaves = self._leaves(*example.batch())
+                leaves = self._leaves(*example.copy().batch())
                 Timing(self._module).run(*leaves, enable_io_processing=False)
         return [min(each[1:]) for each in taken_ns.values()]
 
