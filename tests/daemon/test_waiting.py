@@ -69,3 +69,15 @@ def test_a_session_takes_its_requests_and_their_files_along(connection: socket.s
     waiting.close_session(9)
     assert (waiting.count(1), waiting.count(2), waiting.count_of_user(ALICE)) == (0, 5, 5)
     assert [each.descriptor for each in offers] == [-1] * 5
+
+
+def test_what_is_withdrawn_takes_its_file_along(connection: socket.socket) -> None:
+    waiting = WaitingRequests()
+    offers = [Offer(FileOffer(ticket), os.open(os.devnull, os.O_RDONLY)) for ticket in (1, 2)]
+    for number, offer in enumerate(offers):
+        waiting.put(asked(connection, 1, number), offer)
+    waiting.withdraw(1, 1)
+    waiting.withdraw(9, 2)
+    assert [waiting.get(1, number) is None for number in (0, 1)] == [True, False]
+    assert [each.descriptor == -1 for each in offers] == [True, False]
+    offers[1].close()
