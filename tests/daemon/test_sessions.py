@@ -189,6 +189,25 @@ def test_the_daemon_keeps_descriptors_for_itself(
         client.offer(1)
 
 
+def test_a_session_leaves_descriptors_for_the_control_connections_of_all(
+    client: Client, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own, and that of the one that is there."""
+    theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def leave(room: int) -> None:
+        first_scarce = ours.fileno() + room
+        soft = next(each for each in range(2 * first_scarce) if each - each // 4 == first_scarce)
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
+
+    with theirs, ours:
+        leave(2)
+        with pytest.raises(TooManyRequests):
+            sessions.accept(ours, 5)
+        leave(3)
+        sessions.close(sessions.accept(ours, 5))
+
+
 @pytest.mark.parametrize(
     ("own", "user", "is_privileged"), [(5, 5, True), (5, 0, True), (5, 6, False), (0, 6, False)]
 )
