@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import hashlib
 import json
 import os
@@ -21,14 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import unittest
 import warnings
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from . import shim
+from . import child, shim
 
 __all__ = ["Results", "main", "problems", "run_both"]
 
@@ -92,21 +93,14 @@ def problems(original: Results, shimmed: Results) -> list[str]:
 
 def run_both(selection: dict[str, Any], sockets: Path, timeout_s: float) -> tuple[Results, Results]:
     """(without the shim, with it), at the same time. Raises RuntimeError when a side fails."""
-    with ThreadPoolExecutor(2) as pool:
-        sides = [pool.submit(_run, selection, each, timeout_s) for each in (None, sockets)]
-        return sides[0].result(), sides[1].result()
-
-
-def _run(selection: dict[str, Any], sockets: Path | None, timeout_s: float) -> Results:
     with tempfile.TemporaryDirectory(prefix="backend-") as directory:
-        result = Path(directory) / "result.json"
-        request = {**selection, "sockets": str(sockets or ""), "result": str(result)}
-        command = [sys.executable, "-m", "tests.transparency.onnx_backend", json.dumps(request)]
+        sides = {str(Path(directory, "without")): "", str(Path(directory, "with")): str(sockets)}
+        command = [sys.executable, "-m", "tests.transparency.onnx_backend"]
         with (Path(directory) / "output.txt").open("w+b") as output:
             status = subprocess.run(
-                command,
+                [*command, json.dumps({**selection, "sides": sides})],
                 cwd=shim.ROOT,
-                env={**shim.environment(sockets, min_bytes="1"), "ONNX_HOME": directory},
+                env=shim.environment(None),
                 timeout=timeout_s,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -117,16 +111,46 @@ def _run(selection: dict[str, Any], sockets: Path | None, timeout_s: float) -> R
             text = output.read().decode(errors="replace")
         if status != 0:
             raise RuntimeError(f"the backend tests ended with {status}: {text[-3000:]}")
-        results: Results = json.loads(result.read_text())
-        return results
+        original, shimmed = (json.loads(Path(side, "result.json").read_text()) for side in sides)
+        return original, shimmed
 
 
 # --- the process that runs the tests --------------------------------------------------------------
 
 
 def _child(request: dict[str, Any]) -> None:
+    """Both sides, each in a process forked before anything imports onnxruntime or the shim."""
+    from onnx.backend.test.loader import load_model_tests
+
     warnings.simplefilter("ignore")
-    if request["sockets"]:
+    load_model_tests(kind="node")  # computes the data of all, which take most of the time, once
+    gc.freeze()
+    pids = [_fork_side(request, Path(each), where) for each, where in request["sides"].items()]
+    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+    sys.exit(int(any(statuses)))
+
+
+def _fork_side(request: dict[str, Any], directory: Path, sockets: str) -> int:
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            child._die_with_parent()
+            directory.mkdir()
+            variables = shim.environment(Path(sockets) if sockets else None, min_bytes="1")
+            os.environ.clear()
+            os.environ.update(variables, ONNX_HOME=str(directory))
+            (directory / "result.json").write_text(json.dumps(_run_side(request, sockets)))
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return pid
+
+
+def _run_side(request: dict[str, Any], sockets: str) -> Results:
+    if sockets:
         shim.activate()
     tests = _tests(request["match"], slice(request["start"], None, request["every"]))
     names = sorted(tests)
@@ -135,9 +159,9 @@ def _child(request: dict[str, Any]) -> None:
         chunk = names[start : start + _CHUNK]
         for label in results:
             results[label] |= _run_forked(tests, chunk)
-            if request["sockets"]:
-                shim.settle(Path(request["sockets"]), timeout_s=1800)
-    Path(request["result"]).write_text(json.dumps(results))
+            if sockets:
+                shim.settle(Path(sockets), timeout_s=1800)
+    return results
 
 
 def _tests(match: str, part: slice) -> dict[str, unittest.TestCase]:
@@ -251,7 +275,6 @@ def _silence() -> Iterator[None]:
 if __name__ == "__main__":
     if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
         _child(json.loads(sys.argv[1]))
-        sys.exit(0)
     started = time.monotonic()
     code = main()
     print(f"{time.monotonic() - started:.0f} s")
