@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import random
+import warnings
 import zipfile
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 
 from tests.script_models import BATCH, SHARED, Model, Restoring, load, saved
 from trims_shim.errors import CorruptFile, FormatError, UnsupportedFormat
-from trims_shim.formats.torch_script import read_script_pickle
 from trims_shim.patches.torch_script_archive import read_script
+from trims_shim.patches.torch_script_pickle import read_script_pickle
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +69,16 @@ def test_torch_reads_the_rest(archive: bytes) -> None:
     assert module.inner.weight.requires_grad
     assert not module.coarse.requires_grad
     mine, whole = records(script.archive), records(archive)
-    gone = {f"data/{tensor.key}" for tensor, _ in script.weights}
+    gone = {tensor.name for tensor, _ in script.weights}
     assert mine.keys() == whole.keys() - gone
     assert [name for name in mine if mine[name] != whole[name]] == ["data.pkl"]
+
+
+def test_the_key_of_a_storage_may_be_the_name_of_an_attribute() -> None:
+    """Then it is written once, and referred to."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64, bias=False) for _ in range(3)])
+    weights = read_script(io.BytesIO(saved(model))).weights
+    assert {tensor.path for tensor, _ in weights} == {(f"{n}", "weight") for n in range(3)}
 
 
 def test_tensors_that_share_a_storage_stay(archive: bytes) -> None:
@@ -90,7 +98,6 @@ def test_a_class_that_restores_itself_is_refused() -> None:
         ({"data.pkl": None}, "not a TorchScript archive"),
         ({"byteorder": b"big"}, "order of bytes"),
         ({"data.pkl": pickle.dumps(1, 2)}, "not of a module"),
-        ({"data.pkl": b"\x80\x04."}, "protocol"),
         ({"data.pkl": b"\x80\x02cos\nsystem\n)R."}, "not of a module"),
         ({"data.pkl": b"\x80\x02c__torch__.torch.classes\nX\n."}, "only torch can restore"),
     ],
@@ -100,6 +107,14 @@ def test_other_archives_are_refused(
 ) -> None:
     with pytest.raises(UnsupportedFormat, match=message):
         read_script(io.BytesIO(changed(archive, **changes)))
+
+
+def test_weights_that_are_constants_of_the_graph_stay() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        frozen = torch.jit.freeze(torch.jit.script(torch.nn.Linear(64, 64).eval()))
+    with pytest.raises(UnsupportedFormat, match="in no large tensors"):
+        read_script(io.BytesIO(saved(frozen)))
 
 
 def test_records_that_are_not_as_the_pickle_says_stay(archive: bytes) -> None:

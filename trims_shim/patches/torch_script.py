@@ -10,6 +10,7 @@ a graph (where ``torch.jit.freeze`` puts weights), because their shapes have a m
 from __future__ import annotations
 
 import functools
+import io
 import os
 import types
 from collections.abc import Callable, Sequence
@@ -85,7 +86,7 @@ def _script(descriptor: int, path: str) -> Script | None:
         diagnostics.fallback("small_file", what=path)
         return None
     try:
-        with open(descriptor, "rb", closefd=False) as file:
+        with io.FileIO(descriptor, closefd=False) as file:
             return read_script(file)
     except (FormatError, OSError) as error:
         diagnostics.fallback("unsupported_format", error, what=path)

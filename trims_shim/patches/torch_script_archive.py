@@ -1,23 +1,22 @@
 """A TorchScript archive without its weights, for torch to read, and where the weights are.
 
-Owns the container; the pickle in it is read by :mod:`trims_shim.formats.torch_script`. Weights that
-are attributes of modules are empty in the archive that is returned, and their records are left out.
+Owns the container; the pickle in it is read by :mod:`.torch_script_pickle`. Weights that are
+attributes of modules are empty in the archive that is returned, and their records are left out.
 What a class restores by itself (``__setstate__``) may look at its tensors, so archives with such a
-class are refused.
+class are refused. Knows nothing of torch.
 """
 
 from __future__ import annotations
 
-import io
 import struct
 import sys
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import BinaryIO, NamedTuple
 
 from trims_shim.errors import CorruptFile, UnsupportedFormat
-from trims_shim.formats.torch_script import ScriptTensor, read_script_pickle
+from trims_shim.patches.torch_script_pickle import ScriptTensor, read_script_pickle
 from trims_shim.specs import Span
 
 __all__ = ["Script", "Weight", "read_script"]
@@ -25,11 +24,19 @@ __all__ = ["Script", "Weight", "read_script"]
 _PICKLE = "data.pkl"
 _LEAST_BYTES = 4096
 """Smaller tensors stay in the archive: torch copies them as fast."""
+_LEAST_SHARE = 0.5
+"""Of the archive in large tensors; else reading the pickle may cost more than it gains."""
 _ALIGNMENT_BYTES = 64
 """torch.jit.save aligns records so; torch's kernels expect it of torch's allocator."""
-_MAX_KEPT_BYTES = 256 << 20
-_LOCAL = struct.Struct("<I22xHH")
+
+_LOCAL = struct.Struct("<IHHH4xIIIHH")
+_CENTRAL = struct.Struct("<IHHHH4xIIIHHHHHII")
+_END = struct.Struct("<I4xHHIIH")
 _LOCAL_SIGNATURE = 0x04034B50
+_CENTRAL_SIGNATURE = 0x02014B50
+_END_SIGNATURE = 0x06054B50
+_VERSION = 20
+_FLAG_UTF8 = 0x0800
 
 
 class Weight(NamedTuple):
@@ -56,7 +63,7 @@ def read_script(file: BinaryIO) -> Script:
             return _read(file, archive)
     except (zipfile.BadZipFile, zlib.error, struct.error, EOFError) as error:
         raise CorruptFile(f"archive: {error}") from error
-    except (NotImplementedError, RuntimeError, UnicodeDecodeError) as error:
+    except (NotImplementedError, RuntimeError, UnicodeError) as error:
         raise UnsupportedFormat(f"archive: {error}") from error
 
 
@@ -64,24 +71,27 @@ def _read(file: BinaryIO, archive: zipfile.ZipFile) -> Script:
     entries = _entries(archive)
     if _PICKLE not in entries or "constants.pkl" not in entries:
         raise UnsupportedFormat("not a TorchScript archive")
+    large = {name for name, each in entries.items() if _may_be_weight(name, each)}
+    if sum(entries[name].file_size for name in large) < _LEAST_SHARE * archive.start_dir:
+        raise UnsupportedFormat("most of it is in no large tensors of modules")
     byteorder = entries.get("byteorder")
     if byteorder is not None and archive.read(byteorder) != sys.byteorder.encode():
         raise UnsupportedFormat("numbers are in another order of bytes")
     found = read_script_pickle(archive.read(entries[_PICKLE]))
-    weights = list(_weights(file, entries, found.tensors))
+    weights = list(_weights(file, entries, [each for each in found.tensors if each.name in large]))
     if not weights:
         raise UnsupportedFormat("no large tensor is an attribute of a module")
-    gone = {f"data/{each.tensor.key}" for each in weights}
-    rest = {name: each for name, each in entries.items() if name not in gone}
-    if sum(each.file_size for each in rest.values()) > _MAX_KEPT_BYTES:
-        raise UnsupportedFormat("very much beside the weights")
     emptied = found.emptied(each.tensor for each in weights)
-    return Script(_rewritten(archive, rest, emptied), weights)
+    gone = {each.tensor.name for each in weights}
+    return Script(_without(file, entries, archive.start_dir, gone, emptied), weights)
 
 
 def _entries(archive: zipfile.ZipFile) -> Mapping[str, zipfile.ZipInfo]:
-    """The records by their names in the folder that all are in."""
+    """The records by their names in the folder that all are in, in the order of the file."""
     infos = archive.infolist()
+    offsets = [each.header_offset for each in infos]
+    if offsets != sorted(set(offsets)):
+        raise UnsupportedFormat("records are listed out of the order of the file")
     folder = f"{infos[0].filename.partition('/')[0]}/" if infos else "/"
     found = {each.filename.removeprefix(folder): each for each in infos}
     is_one_folder = all(each.filename.startswith(folder) for each in infos)
@@ -91,37 +101,106 @@ def _entries(archive: zipfile.ZipFile) -> Mapping[str, zipfile.ZipInfo]:
     return found
 
 
+def _may_be_weight(name: str, info: zipfile.ZipInfo) -> bool:
+    is_stored = info.compress_type == zipfile.ZIP_STORED
+    return is_stored and info.file_size >= _LEAST_BYTES and name.startswith("data/")
+
+
 def _weights(
     file: BinaryIO, entries: Mapping[str, zipfile.ZipInfo], tensors: Sequence[ScriptTensor]
 ) -> Iterator[Weight]:
     for tensor in tensors:
-        info = entries.get(f"data/{tensor.key}")
-        if info is None or tensor.storage_bytes < _LEAST_BYTES:
-            continue
-        if info.compress_type != zipfile.ZIP_STORED or info.file_size != tensor.storage_bytes:
-            continue
-        record = Span(_data_offset(file, info), info.file_size)
-        if record.offset_bytes % _ALIGNMENT_BYTES == 0:
+        info = entries[tensor.name]
+        record = Span(info.header_offset + _header_bytes(file, info), info.file_size)
+        if record.size_bytes == tensor.storage_bytes and not record.offset_bytes % _ALIGNMENT_BYTES:
             yield Weight(tensor, record)
 
 
-def _data_offset(file: BinaryIO, info: zipfile.ZipInfo) -> int:
-    file.seek(info.header_offset)
-    signature, name_bytes, extra_bytes = _LOCAL.unpack(file.read(_LOCAL.size))
+def _header_bytes(file: BinaryIO, info: zipfile.ZipInfo) -> int:
+    return _local_bytes(_bytes_at(file, info.header_offset, _LOCAL.size), info)
+
+
+def _local_bytes(header: bytes, info: zipfile.ZipInfo) -> int:
+    """How long the local header is, which is before the data."""
+    signature, *_, name_bytes, extra_bytes = _LOCAL.unpack_from(header)
     if signature != _LOCAL_SIGNATURE:
         raise CorruptFile(f"record {info.filename!r}: no local header where the directory says")
-    return info.header_offset + _LOCAL.size + int(name_bytes) + int(extra_bytes)
+    return _LOCAL.size + int(name_bytes) + int(extra_bytes)
 
 
-def _rewritten(
-    archive: zipfile.ZipFile, entries: Mapping[str, zipfile.ZipInfo], pickle: bytes
+def _bytes_at(file: BinaryIO, offset: int, size_bytes: int) -> bytes:
+    file.seek(offset)
+    return file.read(size_bytes)
+
+
+# --- the archive that torch reads -----------------------------------------------------------------
+
+
+def _without(
+    file: BinaryIO,
+    entries: Mapping[str, zipfile.ZipInfo],
+    directory_offset: int,
+    gone: Collection[str],
+    pickle: bytes,
 ) -> bytes:
-    """An archive of these records, with another pickle."""
-    written = io.BytesIO()
-    with zipfile.ZipFile(written, "w") as copy:
-        for name, info in entries.items():
-            content = pickle if name == _PICKLE else archive.read(info)
-            if name.startswith("code/") and b"__setstate__" in content:
-                raise UnsupportedFormat(f"{name}: a class restores itself")
-            copy.writestr(zipfile.ZipInfo(info.filename), content)
-    return written.getvalue()
+    """The archive without the records ``gone``, and with another pickle."""
+    ends = [*(each.header_offset for each in entries.values()), directory_offset][1:]
+    parts: list[bytes] = []
+    directory: list[bytes] = []
+    position = 0
+    for (name, info), end in zip(entries.items(), ends, strict=True):
+        if name in gone:
+            continue
+        if name == _PICKLE:
+            info = _stored(info, pickle)
+            part = _local(info) + pickle
+        else:
+            part = _bytes_at(file, info.header_offset, end - info.header_offset)
+            _refuse_restoring(name, info, part)
+        parts.append(part)
+        directory.append(_listed(info, position))
+        position += len(part)
+    listed = b"".join(directory)
+    count = len(directory)
+    end_record = _END.pack(_END_SIGNATURE, count, count, len(listed), position, 0)
+    return b"".join([*parts, listed, end_record])
+
+
+def _refuse_restoring(name: str, info: zipfile.ZipInfo, part: bytes) -> None:
+    if not (name.startswith("code/") and name.endswith(".py")):
+        return
+    start = _local_bytes(part, info)
+    code = part[start : start + info.compress_size]
+    if info.compress_type != zipfile.ZIP_STORED:
+        code = zlib.decompress(code, wbits=-zlib.MAX_WBITS)
+    if b"__setstate__" in code:
+        raise UnsupportedFormat(f"{name}: a class restores itself")
+
+
+def _stored(info: zipfile.ZipInfo, content: bytes) -> zipfile.ZipInfo:
+    """The entry of a record with another content."""
+    made = zipfile.ZipInfo(info.filename)
+    made.flag_bits = info.flag_bits & _FLAG_UTF8
+    made.CRC = zlib.crc32(content)
+    made.file_size = made.compress_size = len(content)
+    return made
+
+
+def _name(info: zipfile.ZipInfo) -> bytes:
+    return info.filename.encode("utf-8" if info.flag_bits & _FLAG_UTF8 else "cp437")
+
+
+def _local(info: zipfile.ZipInfo) -> bytes:
+    name, sizes = _name(info), (info.CRC, info.compress_size, info.file_size)
+    head = _LOCAL.pack(
+        _LOCAL_SIGNATURE, _VERSION, info.flag_bits, info.compress_type, *sizes, len(name), 0
+    )
+    return head + name
+
+
+def _listed(info: zipfile.ZipInfo, offset: int) -> bytes:
+    """The entry of a record in the directory."""
+    name, sizes = _name(info), (info.CRC, info.compress_size, info.file_size)
+    kind = (_VERSION, _VERSION, info.flag_bits, info.compress_type)
+    head = _CENTRAL.pack(_CENTRAL_SIGNATURE, *kind, *sizes, len(name), 0, 0, 0, 0, 0, offset)
+    return head + name
