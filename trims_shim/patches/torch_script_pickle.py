@@ -14,6 +14,7 @@ torch, or a tensor that is not empty: either is noticed. Knows nothing of torch.
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import re
@@ -210,6 +211,7 @@ class _Unpickler(pickle.Unpickler):
         """How many tensors use the storage of a key."""
 
     def find_class(self, module: str, name: str) -> Any:
+        # The memo keeps what is returned: methods of this object would make a cycle.
         if module.startswith("__torch__.torch.classes"):
             raise UnsupportedFormat(f"class {module}.{name}: only torch can restore it")
         if module.startswith("__torch__"):
@@ -217,18 +219,20 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch":
             return name
         is_tensor = (module, name) == ("torch._utils", "_rebuild_tensor_v2")
-        return self._tensor if is_tensor else self._other
+        return functools.partial(_made if is_tensor else _other, self.uses)
 
     def persistent_load(self, pid: Any) -> _Storage:
         _, kind, key, location, elements = pid
         return _Storage(key, kind, location, elements)
 
-    def _tensor(
-        self, storage: _Storage, offset: Any, size: Any, stride: Any, *_: Any
-    ) -> _Tensor | None:
-        self.uses[storage.key] += 1
-        return _Tensor(storage, offset, size, stride)
 
-    def _other(self, *arguments: Any) -> None:
-        """Stand in for a function whose result is left to torch."""
-        self.uses.update(each.key for each in arguments if isinstance(each, _Storage))
+def _made(
+    uses: Counter[str], storage: _Storage, offset: Any, size: Any, stride: Any, *_: Any
+) -> _Tensor:
+    uses[storage.key] += 1
+    return _Tensor(storage, offset, size, stride)
+
+
+def _other(uses: Counter[str], *arguments: Any) -> None:
+    """Stand in for a function whose result is left to torch."""
+    uses.update(each.key for each in arguments if isinstance(each, _Storage))
