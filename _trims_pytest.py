@@ -112,6 +112,8 @@ def _switch_on(config: pytest.Config, wanted: bool | None) -> None:
     os.environ.update(changes)
     config.stash[_run_key] = run
     _activate(config, run)
+    # pytest_unconfigure is not called if a conftest fails, or an option is unknown.
+    config.add_cleanup(lambda: pytest_unconfigure(config))
 
 
 def _source(config: pytest.Config, wanted: bool | None) -> str:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
+from harness import process_state, wait_until
 from onnx_models import perceptron, save
 from safetensors.numpy import save_file
 
@@ -288,6 +289,23 @@ def test_a_package_that_was_imported_first_is_no_warning(
     suite = pytester.makepyfile(test_nothing="def test_nothing(): pass\n")
     result = pytester.run(*TRIMS, "run", sys.executable, "-m", "pytest", suite, timeout=LIMIT_S)
     result.assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize(
+    ("last_line", "words"), [("", ["--unknown"]), ("import nothing_of_this_name", [])]
+)
+def test_a_run_that_does_not_begin_leaves_no_daemon(
+    pytester: pytest.Pytester, tmp_path: Path, last_line: str, words: list[str]
+) -> None:
+    """Its conftest has loaded a model; that the directory is gone, the fixture checks."""
+    pid = tmp_path / "pid"
+    pytester.makeconftest(
+        f"from safetensors.numpy import load_file\nload_file({os.environ['MODEL']!r})\n"
+        "from trims_shim.testing import TrimsDaemon\n"
+        f"open({str(pid)!r}, 'w').write(str(TrimsDaemon().status().pid))\n{last_line}\n"
+    )
+    assert run(pytester, "--trims", *words).ret == pytest.ExitCode.USAGE_ERROR
+    wait_until(lambda: process_state(int(pid.read_text())) in ("", "Z"))
 
 
 def test_unusable_setting_is_a_usage_error(pytester: pytest.Pytester) -> None:
