@@ -14,10 +14,14 @@ from pathlib import Path
 import pytest
 
 from trims_shim.cli import images
+from trims_shim.cli.devices import image_count
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
+from trims_shim.cli.status import ask
 from trims_shim.client.cache import Cache
-from trims_shim.daemon import file_systems
+from trims_shim.daemon import file_systems, requests
+from trims_shim.testing import FakeDaemon
+from trims_shim.wire import admin
 from trims_shim.wire.admin import TierCheck, VerifyImageReply
 
 from .conftest import LIMIT_S, MODEL_BYTES, Trims
@@ -238,6 +242,30 @@ def test_verify_of_damaged_memory(
     assert second == "a" * 12 + " NOT CHECKED on GPU-2: no"
     assert main(["verify", "aaaaaaaa", "--json"]) == Exit.FAILED
     assert json.loads(capsys.readouterr().out)[0]["is_sound"] is False
+
+
+def test_verify_of_more_images_than_a_status_has(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that it does not name were not checked, and passed for sound."""
+    monkeypatch.setattr(requests, "_IMAGES_IN_STATUS", 2)
+    monkeypatch.setattr(admin, "IMAGES_IN_STATUS", 2)
+    with FakeDaemon() as daemon:
+        for name, status in (("a.safetensors", Exit.OK), ("b.pt", Exit.FAILED)):
+            assert main(["warm", str(models / name)]) == Exit.OK
+            assert main(["verify", "--all"]) == status
+        assert main(["warm", str(models / "d.pt2")]) == Exit.OK
+        assert len(daemon.images) == 3
+        capsys.readouterr()
+        assert main(["verify", "--all"]) == Exit.FAILED
+        out, err = capsys.readouterr()
+        assert out.count("sound") == 2
+        assert err == "trims verify: only the 2 used last were checked\n"
+        assert main(["ls", "--json"]) == Exit.OK
+        out, err = capsys.readouterr()
+        assert len(json.loads(out)) == 2
+        assert err == "trims ls: these 2 were used last; there may be more\n"
+        assert image_count(ask()) == "2 images or more"
 
 
 def test_evict_all_leaves_the_pinned(warmed: Trims, models: Path) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from trims_shim import config as configuration
 from trims_shim.children import be_called
+from trims_shim.cli.devices import image_total
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.text import counted, duration, print_json, size
 from trims_shim.client.connection import Connection
@@ -144,12 +145,11 @@ def _describe(stopped: Stopped) -> Iterator[str]:
     last = stopped.last_status
     if last is not None:
         counters = last.counters
-        images = {image.digest for image in last.images}
         resident_bytes = last.memory.resident_bytes
         resident_bytes += sum(device.resident_bytes for device in last.devices)
         yield (
             f"it ran for {duration((last.now_ns - last.started_ns) / 1e9)}, held "
-            f"{counted(len(images), 'image')} ({size(resident_bytes)}), and answered "
+            f"{image_total(last)} ({size(resident_bytes)}), and answered "
             f"{counted(counters.get('open_hit', 0), 'hit')}, "
             f"{counted(counters.get('open_miss', 0), 'miss')}, "
             f"{counted(counters.get('open_joined', 0), 'joined load')}, "

@@ -8,9 +8,19 @@ from collections.abc import Iterable, Mapping
 from trims_shim.cli.text import bar, counted, size
 from trims_shim.errors import UnknownDevice
 from trims_shim.specs import HOST_TIER, DeviceId
+from trims_shim.wire import admin
 from trims_shim.wire.admin import DeviceStatus, GetStatusReply, MemoryStatus
 
-__all__ = ["account", "device_lines", "device_named", "image_count", "short", "tier_named"]
+__all__ = [
+    "account",
+    "device_lines",
+    "device_named",
+    "image_count",
+    "image_total",
+    "may_be_more",
+    "short",
+    "tier_named",
+]
 
 _ID_CHARACTERS = len("GPU-") + 36
 _INDEX = re.compile(r"(?:cuda(?::(\d+))?|(\d+))", re.ASCII)
@@ -109,9 +119,20 @@ def account(memory: DeviceStatus | MemoryStatus) -> str:
     return f"{bar(parts, memory.budget_bytes)} {text}"
 
 
+def may_be_more(reply: GetStatusReply) -> bool:
+    """Whether there may be images that the reply has no room for."""
+    return len(reply.images) >= admin.IMAGES_IN_STATUS
+
+
+def image_total(reply: GetStatusReply) -> str:
+    """``3 images``."""
+    count = counted(len({image.digest for image in reply.images}), "image")
+    return f"{count} or more" if may_be_more(reply) else count
+
+
 def image_count(reply: GetStatusReply) -> str:
     """``3 images``, and where they are if there are devices."""
-    count = counted(len({image.digest for image in reply.images}), "image")
+    count = image_total(reply)
     tiers = [HOST_TIER, *(device.device for device in reply.devices)]
     if len(tiers) == 1:
         return count

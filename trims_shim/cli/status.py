@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import textwrap
 from typing import Any
 
-from trims_shim.cli.devices import account, device_lines, image_count, short
+from trims_shim.cli.devices import account, device_lines, image_count, may_be_more, short
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.prepared import RIGHT, counts, prepared_lines, prepared_table
 from trims_shim.cli.text import (
@@ -82,6 +83,11 @@ def list_images(arguments: argparse.Namespace) -> Exit:
         print_json([codec.plain(image) for image in reply.images])
     else:
         print(_images(reply.images, reply.now_ns))
+    if may_be_more(reply):
+        print(
+            f"trims ls: these {len(reply.images)} were used last; there may be more",
+            file=sys.stderr,
+        )
     return Exit.OK
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
+    "IMAGES_IN_STATUS",
     "ClientStatus",
     "DeviceStatus",
     "EvictImageReply",
@@ -146,6 +147,10 @@ class PreparedStorage(NamedTuple):
 
 class GetStatusRequest(NamedTuple):
     """Ask for everything that ``trims status`` shows."""
+
+
+IMAGES_IN_STATUS = 1000
+"""The most images that a GetStatusReply names, the last used ones; then there may be more."""
 
 
 class ImageStatus(NamedTuple):
