@@ -232,8 +232,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         if run.is_directory_ours:
             shutil.rmtree(run.socket_dir, ignore_errors=True)
         _restore(run)
-        if run.is_owner:
-            _deactivate(run)
+        _deactivate(run)
 
 
 def _stop_daemon(directory: str) -> None:

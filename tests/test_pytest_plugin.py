@@ -248,6 +248,19 @@ def test_a_program_goes_on_as_before(
         pytester.run(*TRIMS, "stop", timeout=LIMIT_S)
 
 
+def test_a_program_goes_on_without_a_shared_daemon(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is not the daemon's owner, but has patched the program's libraries."""
+    pytester.makeini("[pytest]\ntrims_shared = true\n")
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as directory:
+        monkeypatch.setenv("TRIMS_SOCKET_DIR", directory)
+        program = pytester.makepyfile(program=PROGRAM.format(first=""))
+        result = pytester.run(sys.executable, program, timeout=LIMIT_S)
+        pytester.run(*TRIMS, "stop", timeout=LIMIT_S)
+    result.stdout.fnmatch_lines(["in the program: False 0"])
+
+
 HANGING = """
 import trims_shim.cli.daemon as cli
 from trims_shim.errors import DaemonTimeout
