@@ -142,6 +142,18 @@ def test_log_file_may_be_below_the_home(run: Run, tmp_path: Path) -> None:
     assert "(small_file)" in (tmp_path / "log").read_text()
 
 
+def test_a_reload_writes_no_line_twice(run: Run, tmp_path: Path) -> None:
+    load = (
+        "import importlib, sys, trims_shim; from safetensors.numpy import load_file\n"
+        "importlib.reload(trims_shim); load_file(sys.argv[1])\n"
+    )
+    settings = {"TRIMS_LOG": "debug", "TRIMS_MIN_BYTES": "1G"}
+    file = tmp_path / "log"
+    assert run(load, **settings).stderr.count("(small_file)") == 1
+    assert run(load, **settings, TRIMS_LOG_FILE=str(file)).stderr == ""
+    assert file.read_text().count("(small_file)") == 1
+
+
 def test_the_log_has_every_name(run: Run, tmp_path: Path) -> None:
     done = run(
         "import os, shutil, sys, trims_shim; from safetensors.numpy import load_file\n"

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["activate", "config_problem"]
 
+_HANDLER = "trims_shim"
+"""Names the handler of the log, by which it is found again."""
 config_problem = ""
 """The unusable setting that keeps the shim inactive in this process; empty if none."""
 
@@ -74,4 +76,9 @@ def _set_up_logging(settings: Config) -> None:
         with contextlib.suppress(OSError):
             handler = LogFile(os.path.expanduser(settings.log_file))
     handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(message)s"))
+    handler.name = _HANDLER
+    # Of an import before a reload: it would write each line once more.
+    for earlier in [each for each in logger.handlers if each.name == _HANDLER]:
+        logger.removeHandler(earlier)
+        earlier.close()
     logger.addHandler(handler)
