@@ -6,6 +6,7 @@ import contextlib
 import io
 import pickle
 import random
+import struct
 import warnings
 import zipfile
 from typing import Any
@@ -29,14 +30,25 @@ def records(content: bytes) -> dict[str, bytes]:
         return {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
 
 
-def changed(content: bytes, **changes: bytes | None) -> bytes:
+def changed(
+    content: bytes,
+    *,
+    compression: int = zipfile.ZIP_STORED,
+    is_aligned: bool = True,
+    **changes: bytes | None,
+) -> bytes:
     """The archive with other contents of some records; None: without it."""
     made = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(content)) as source, zipfile.ZipFile(made, "w") as archive:
         for name in source.namelist():
             new = changes.get(name.partition("/")[2], source.read(name))
             if new is not None:
-                archive.writestr(name, new)
+                info = zipfile.ZipInfo(name)
+                info.compress_type = compression
+                if is_aligned:  # as torch does
+                    padding = bytes(-(made.tell() + 30 + len(name) + 4) % 64)
+                    info.extra = struct.pack("<HH", 0x4246, len(padding)) + padding
+                archive.writestr(info, new)
     return made.getvalue()
 
 
@@ -118,10 +130,44 @@ def test_weights_that_are_constants_of_the_graph_stay() -> None:
         read_script(io.BytesIO(saved(frozen)))
 
 
-def test_records_that_are_not_as_the_pickle_says_stay(archive: bytes) -> None:
-    """Compressed, of another size, or not aligned: zipfile aligns nothing."""
-    with pytest.raises(UnsupportedFormat, match="no large tensor"):
-        read_script(io.BytesIO(changed(archive)))
+def test_records_that_are_where_torch_puts_them(archive: bytes) -> None:
+    found = read_script(io.BytesIO(changed(archive))).weights
+    assert [each.tensor for each in found] == [
+        each.tensor for each in read_script(io.BytesIO(archive)).weights
+    ]
+
+
+@pytest.mark.parametrize("options", [{"is_aligned": False}, {"compression": zipfile.ZIP_DEFLATED}])
+def test_records_that_cannot_be_mapped_stay(archive: bytes, options: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedFormat, match="large tensor"):
+        read_script(io.BytesIO(changed(archive, **options)))
+
+
+@pytest.mark.parametrize("more_bytes", [64, -64])
+def test_a_record_that_is_not_as_long_as_the_pickle_says_stays(
+    archive: bytes, more_bytes: int
+) -> None:
+    odd, *others = (each.tensor for each in read_script(io.BytesIO(archive)).weights)
+    record = records(archive)[f"data/{odd.key}"]
+    record = record + bytes(more_bytes) if more_bytes > 0 else record[:more_bytes]
+    script = read_script(io.BytesIO(changed(archive, **{f"data/{odd.key}": record})))
+    assert [each.tensor for each in script.weights] == others
+    assert records(script.archive)[f"data/{odd.key}"] == record
+
+
+def test_a_record_that_is_not_where_the_directory_says_is_corrupt(archive: bytes) -> None:
+    """Torch finds that out, too, and raises its own error."""
+    tensor = read_script(io.BytesIO(archive)).weights[0].tensor
+    with zipfile.ZipFile(io.BytesIO(archive)) as opened:
+        (info,) = (
+            each for each in opened.infolist() if each.filename.endswith(f"data/{tensor.key}")
+        )
+    damaged = bytearray(archive)
+    damaged[info.header_offset] ^= 1
+    with pytest.raises(CorruptFile, match="no local header"):
+        read_script(io.BytesIO(damaged))
+    with pytest.raises(RuntimeError):
+        load(io.BytesIO(damaged))
 
 
 def test_names_that_differ_in_case_only_are_refused(archive: bytes) -> None:
