@@ -120,6 +120,13 @@ class TestFaults:
         assert outputs(new(path), made) == outputs(plain(path), made)
         assert outcomes() == {error.reason: 1}  # type: ignore[attr-defined]
 
+    def test_strict_raises_what_the_daemon_has_against_it(
+        self, preparations: Preparations, path: str
+    ) -> None:
+        preparations.answers = [NoSpace("full")]
+        with pytest.raises(NoSpace, match="full"):
+            new(path)
+
     def test_a_refusal_is_counted_under_its_reason_without_a_warning(
         self, preparations: Preparations, path: str, caplog: pytest.LogCaptureFixture
     ) -> None:
