@@ -230,6 +230,17 @@ def test_what_is_no_script_raises_torchs_error(
     assert not daemon.opened
 
 
+def test_records_where_no_file_has_any_raise_torchs_error(
+    daemon: FakeDaemon, path: Path, archive: bytes
+) -> None:
+    """Their places are numbers that the kernel does not know, too."""
+    place = archive.rindex(b"PK\x06\x06") + 48  # the directory begins there
+    path.write_bytes(archive[:place] + b"\xff" * 8 + archive[place + 8 :])
+    with pytest.raises(RuntimeError, match="PytorchStreamReader"):
+        load(path)
+    assert not daemon.opened
+
+
 @pytest.mark.usefixtures("no_leak")
 def test_no_descriptor_stays_open(daemon: FakeDaemon, path: Path) -> None:
     load(path)

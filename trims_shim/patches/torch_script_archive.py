@@ -63,7 +63,8 @@ def read_script(file: BinaryIO) -> Script:
             return _read(file, archive)
     except (zipfile.BadZipFile, zlib.error, struct.error, EOFError) as error:
         raise CorruptFile(f"archive: {error}") from error
-    except (NotImplementedError, RuntimeError, UnicodeError) as error:
+    # ValueError: names that are no text, and places beyond what 64 bits can count.
+    except (NotImplementedError, RuntimeError, ValueError) as error:
         raise UnsupportedFormat(f"archive: {error}") from error
 
 
