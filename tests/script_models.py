@@ -11,7 +11,7 @@ import torch
 __all__ = ["BATCH", "SHARED", "Model", "Restoring", "load", "saved"]
 
 BATCH = torch.ones(2, 64)
-SHARED = ("inner.weight", "inner.table", "again.weight", "tied", "coarse", "spread")
+SHARED = ("inner.weight", "inner.table", "again.weight", "tied", "coarse", "spread", "square")
 """Attributes of :class:`Model` whose memory can be the cache's."""
 
 
@@ -44,6 +44,8 @@ class Model(torch.nn.Module):
         self.register_buffer("low", both[:2048])
         self.register_buffer("high", both[2048:])
         self.spread = torch.nn.Parameter(torch.randn(64, 64).t())
+        # Of 256 rows and 65536 elements, which need one more byte than one less.
+        self.register_buffer("square", torch.randn(256, 256))
         self.count = 7
         self.shape = (64, 64)
 

@@ -130,8 +130,11 @@ def test_weights_that_are_constants_of_the_graph_stay() -> None:
         read_script(io.BytesIO(saved(frozen)))
 
 
-def test_records_that_are_where_torch_puts_them(archive: bytes) -> None:
-    found = read_script(io.BytesIO(changed(archive))).weights
+@pytest.mark.parametrize("changes", [{}, {"byteorder": None}], ids=["now", "before torch 2.1"])
+def test_records_that_are_where_torch_puts_them(
+    archive: bytes, changes: dict[str, bytes | None]
+) -> None:
+    found = read_script(io.BytesIO(changed(archive, **changes))).weights
     assert [each.tensor for each in found] == [
         each.tensor for each in read_script(io.BytesIO(archive)).weights
     ]

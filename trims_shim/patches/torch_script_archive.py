@@ -61,9 +61,9 @@ def read_script(file: BinaryIO) -> Script:
     try:
         with zipfile.ZipFile(file) as archive:
             return _read(file, archive)
-    except (zipfile.BadZipFile, zlib.error, struct.error, EOFError) as error:
+    # Of the last two, one is for places beyond what 64 bits can count: which, is the file's matter.
+    except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OverflowError) as error:
         raise CorruptFile(f"archive: {error}") from error
-    # ValueError: names that are no text, and places beyond what 64 bits can count.
     except (NotImplementedError, RuntimeError, ValueError) as error:
         raise UnsupportedFormat(f"archive: {error}") from error
 
