@@ -300,6 +300,20 @@ def registered_package(work: Work) -> object:
 
 
 @case()
+def registered_package_for_the_cpu(work: Work) -> object:
+    """It is asked also for storages that nobody has tagged."""
+    calls: list[str] = []
+
+    def restore(storage: Any, location: str) -> Any:
+        calls.append(location)
+        return storage.clone()
+
+    path = work.file("model.pt", saved(state()))
+    torch.serialization.register_package(1, lambda _: None, restore)
+    return [torch.load(path), torch.load(path, mmap=True), calls]
+
+
+@case()
 def replaced_reader_class(work: Work) -> object:
     """A program that patches the same seam keeps its patch."""
     original = torch.serialization._open_zipfile_reader
