@@ -14,7 +14,7 @@ import trims_shim
 from trims_shim import diagnostics
 from trims_shim.client.cache import Cache
 from trims_shim.errors import NoSpace
-from trims_shim.patches import torch_rebuild
+from trims_shim.patches import torch_load, torch_rebuild
 from trims_shim.testing import FakeDaemon
 
 
@@ -101,6 +101,17 @@ def test_the_argument_of_a_load_that_failed_is_forgotten(
     assert kept.map_location == "meta"
     torch.load(path)
     assert kept.map_location is None
+
+
+def test_sparse_tensors_of_a_load_that_failed_are_validated(daemon: FakeDaemon, path: str) -> None:
+    """By the next load, as torch does."""
+    left = torch_load._sparse_tensors()
+    left.append(torch.eye(3).to_sparse())
+    try:
+        torch.load(path)
+        assert not left
+    finally:
+        left.clear()
 
 
 def test_compilers_get_tensors_without_bytes(daemon: FakeDaemon, path: str) -> None:
