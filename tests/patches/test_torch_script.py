@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,28 @@ def test_what_the_daemon_refuses_is_read_by_torch(
     assert grown(before, "served") == 0
     assert not any(map(is_shared, attributes(module).values()))
     assert_same(module, archive)
+
+
+def test_a_file_that_is_written_meanwhile_is_torchs(
+    daemon: FakeDaemon, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After its pickle was read: the weights would be the new file's, the rest the old one's."""
+    model = Model().eval()
+    with torch.no_grad():
+        model.inner.weight.add_(1)
+        model.low.add_(1)
+    new = saved(model)
+    os.utime(path, (1, 1))  # The clock of files may not have moved since it was made.
+    ask = torch_script.arena_of_file
+
+    def write_and_ask(descriptor: int, name: object) -> Any:
+        path.write_bytes(new)
+        return ask(descriptor, name)
+
+    monkeypatch.setattr(torch_script, "arena_of_file", write_and_ask)
+    before = outcomes()
+    assert_same(load(path), new)
+    assert (grown(before, "served"), grown(before, "fallback:model_changed")) == (0, 1)
 
 
 def test_a_tensor_that_is_not_found_is_torchs(

@@ -9,13 +9,15 @@ import random
 import struct
 import warnings
 import zipfile
-from typing import Any
+from collections.abc import Callable
+from typing import Any, List  # noqa: UP035 - TorchScript knows no other
 
 import pytest
 import torch
 
 from tests.script_models import BATCH, SHARED, Model, Restoring, load, saved
 from trims_shim.errors import CorruptFile, FormatError, UnsupportedFormat
+from trims_shim.patches import torch_script_archive
 from trims_shim.patches.torch_script_archive import read_script
 from trims_shim.patches.torch_script_pickle import read_script_pickle
 
@@ -126,7 +128,7 @@ def test_weights_that_are_constants_of_the_graph_stay() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         frozen = torch.jit.freeze(torch.jit.script(torch.nn.Linear(64, 64).eval()))
-    with pytest.raises(UnsupportedFormat, match="in no large tensors"):
+    with pytest.raises(UnsupportedFormat, match="in large tensors"):
         read_script(io.BytesIO(saved(frozen)))
 
 
@@ -173,6 +175,33 @@ def test_a_record_that_is_not_where_the_directory_says_is_corrupt(archive: bytes
         load(io.BytesIO(damaged))
 
 
+def with_entry(content: bytes, name: str, offset: int, value: int) -> bytes:
+    """The archive with another number of 32 bits in the directory's first entry of that name."""
+    position = content.index(b"PK\x01\x02")
+    while name.encode() not in content[position + 46 :][:80].partition(b"PK\x01\x02")[0]:
+        position = content.index(b"PK\x01\x02", position + 1)
+    position += offset
+    return content[:position] + struct.pack("<I", value) + content[position + 4 :]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda content: b"junk" * 16 + content,
+        lambda content: with_entry(content, "code/", 24, 9999),  # Its size.
+        lambda content: with_entry(content, "data/0", 8, 1),  # Flags: encrypted.
+        lambda content: with_entry(content, "data/0", 20, 9),  # Its size when compressed.
+        lambda content: with_entry(content, "data/0", 38, 16),  # Attributes: a directory.
+    ],
+    ids=["junk before", "size", "encrypted", "compressed size", "directory"],
+)
+def test_what_torch_refuses_is_refused(archive: bytes, damaged: Callable[[bytes], bytes]) -> None:
+    """Here, or by torch in the archive that is left, though Python's zipfile does not look."""
+    content = damaged(archive)
+    with pytest.raises((UnsupportedFormat, RuntimeError)):
+        load(io.BytesIO(read_script(io.BytesIO(content)).archive))
+
+
 def test_names_that_differ_in_case_only_are_refused(archive: bytes) -> None:
     made = io.BytesIO(archive)
     with zipfile.ZipFile(made, "a") as opened:
@@ -207,6 +236,37 @@ def test_damaged_archives_end_in_an_error_or_are_whole(archive: bytes) -> None:
         damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
         with contextlib.suppress(FormatError):
             assert len(read_script(io.BytesIO(damaged)).archive) == len(whole)
+
+
+class Noted(torch.nn.Module):
+    """Something that is no weight, in the pickle."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self.weight = torch.ones(64, 64)
+        self.numbers: List[int] = list(range(numbers))  # noqa: UP006
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch @ self.weight * len(self.numbers)
+
+
+def test_much_beside_the_weights_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch is quicker with it, and leaves extra files where they are."""
+    little, much = io.BytesIO(saved(Noted(9), a="x" * 99)), saved(Noted(9), a="x" * 99_999)
+    assert [weight.tensor.path for weight in read_script(little).weights] == [("weight",)]
+    monkeypatch.setattr(
+        torch_script_archive, "read_script_pickle", lambda data: pytest.fail("read")
+    )
+    for content in (much, saved(Noted(9999))):
+        with pytest.raises(UnsupportedFormat, match=r"of a pickle\) beside 16384 in large"):
+            read_script(io.BytesIO(content))
+
+
+def test_many_small_records_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = saved(torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(32)]))
+    monkeypatch.setattr(zipfile, "ZipFile", lambda file: pytest.fail("was read"))
+    with pytest.raises(UnsupportedFormat, match=r"\d\d records in \d+ bytes"):
+        read_script(io.BytesIO(content))
 
 
 def test_results_of_what_is_read(archive: bytes) -> None:

@@ -27,6 +27,7 @@ from trims_shim.patches.torch_modes import has_foreign_mode, uncompiled, unseen
 from trims_shim.patches.torch_rebuild import Blanks
 from trims_shim.patches.torch_script_archive import Script, Weight, read_script
 from trims_shim.patches.torch_storage import storage_of
+from trims_shim.specs import Identity
 
 __all__ = ["POINTS"]
 
@@ -59,12 +60,17 @@ def _served(path: str, map_location: Any, extra_files: Any, restores_shapes: boo
         diagnostics.fallback(reason, what="torch.jit.load")
         return None
     with opened(path) as descriptor:
-        script = None if descriptor is None else _script(descriptor, path)
-        if descriptor is None or script is None:
+        if descriptor is None:
             return None
-        arena = arena_of_file(descriptor, path)
-    if arena is None:
-        return None
+        identity = Identity.from_stat(os.fstat(descriptor))
+        script = _script(descriptor, path)
+        arena = None if script is None else arena_of_file(descriptor, path)
+        if script is None or arena is None:
+            return None
+        # The weights would be the new file's, where the old one had them.
+        if Identity.from_stat(os.fstat(descriptor)) != identity:
+            diagnostics.fallback("model_changed", what=path)
+            return None
     try:
         unit = _C.CompilationUnit()  # The program's must be empty if torch has to load after all.
         module = _C.import_ir_module_from_buffer(
