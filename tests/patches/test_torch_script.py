@@ -264,6 +264,17 @@ def test_records_where_no_file_has_any_raise_torchs_error(
     assert not daemon.opened
 
 
+def test_what_only_torchs_reader_refuses_raises_its_error(
+    daemon: FakeDaemon, path: Path, archive: bytes
+) -> None:
+    """Python's zipfile does not look at it, and the archive that is left has it no more."""
+    disk = archive.rindex(b"PK\x06\x06") + 16
+    path.write_bytes(archive[:disk] + b"\x07" + archive[disk + 1 :])
+    with pytest.raises(RuntimeError, match="multidisk"):
+        load(path)
+    assert not daemon.opened
+
+
 @pytest.mark.usefixtures("no_leak")
 def test_no_descriptor_stays_open(daemon: FakeDaemon, path: Path) -> None:
     load(path)

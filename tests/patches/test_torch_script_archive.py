@@ -175,6 +175,17 @@ def test_a_record_that_is_not_where_the_directory_says_is_corrupt(archive: bytes
         load(io.BytesIO(damaged))
 
 
+@pytest.mark.parametrize("name", ["data/3", "constants.pkl"])
+def test_a_record_that_reaches_into_the_next_is_corrupt(archive: bytes, name: str) -> None:
+    """Torch reads it; the next one may be gone."""
+    with zipfile.ZipFile(io.BytesIO(archive)) as opened:
+        (info,) = (each for each in opened.infolist() if each.filename.endswith(name))
+    damaged = bytearray(archive)
+    damaged[info.header_offset + 29] ^= 1  # 256 bytes more before the data
+    with pytest.raises(CorruptFile, match="reaches into the next"):
+        read_script(io.BytesIO(damaged))
+
+
 def with_entry(content: bytes, name: str, offset: int, value: int) -> bytes:
     """The archive with another number of 32 bits in the directory's first entry of that name."""
     position = content.index(b"PK\x01\x02")

@@ -93,8 +93,11 @@ def _script(descriptor: int, path: str) -> Script | None:
         return None
     try:
         with io.FileIO(descriptor, closefd=False) as file:
+            # Refuses what zipfile takes; of such an archive, what is left might be in order.
+            _C.PyTorchFileReader(file)
             return read_script(file)
-    except (FormatError, OSError) as error:
+    # RuntimeError: of torch's reader.
+    except (FormatError, OSError, RuntimeError) as error:
         diagnostics.fallback("unsupported_format", error, what=path)
         return None
 

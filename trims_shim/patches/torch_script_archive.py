@@ -50,6 +50,13 @@ _FLAG_UTF8 = 0x0800
 _DIRECTORY = 0x10
 
 
+class _Entry(NamedTuple):
+    """A record in the directory, and where the next one begins."""
+
+    info: zipfile.ZipInfo
+    end: int
+
+
 class Weight(NamedTuple):
     """A tensor of the module, over a record of the whole archive."""
 
@@ -84,19 +91,20 @@ def _read(file: BinaryIO, archive: zipfile.ZipFile) -> Script:
     entries = _entries(archive)
     if _PICKLE not in entries or "constants.pkl" not in entries:
         raise UnsupportedFormat("not a TorchScript archive")
-    large = {name for name, each in entries.items() if _may_be_weight(name, each)}
-    large_bytes = sum(entries[name].file_size for name in large)
-    _refuse_much_else(large_bytes, archive.start_dir - large_bytes, entries[_PICKLE].file_size)
+    pickle = entries[_PICKLE].info
+    large = {name for name, each in entries.items() if _may_be_weight(name, each.info)}
+    large_bytes = sum(entries[name].info.file_size for name in large)
+    _refuse_much_else(large_bytes, archive.start_dir - large_bytes, pickle.file_size)
     byteorder = entries.get("byteorder")
-    if byteorder is not None and archive.read(byteorder) != sys.byteorder.encode():
+    if byteorder is not None and archive.read(byteorder.info) != sys.byteorder.encode():
         raise UnsupportedFormat("numbers are in another order of bytes")
-    found = read_script_pickle(archive.read(entries[_PICKLE]))
+    found = read_script_pickle(archive.read(pickle))
     weights = list(_weights(file, entries, [each for each in found.tensors if each.name in large]))
     if not weights:
         raise UnsupportedFormat("no large tensor is an attribute of a module")
     emptied = found.emptied(each.tensor for each in weights)
     gone = {each.tensor.name for each in weights}
-    return Script(_without(file, entries, archive.start_dir, gone, emptied), weights)
+    return Script(_without(file, entries, gone, emptied), weights)
 
 
 def _refuse_many_records(file: BinaryIO) -> None:
@@ -118,14 +126,18 @@ def _refuse_much_else(large_bytes: int, rest_bytes: int, pickle_bytes: int) -> N
         )
 
 
-def _entries(archive: zipfile.ZipFile) -> Mapping[str, zipfile.ZipInfo]:
+def _entries(archive: zipfile.ZipFile) -> Mapping[str, _Entry]:
     """The records by their names in the folder that all are in, in the order of the file."""
     infos = archive.infolist()
     offsets = [each.header_offset for each in infos]
     if offsets != sorted(set(offsets)) or offsets[:1] != [0] or any(map(_is_odd, infos)):
         raise UnsupportedFormat("records that torch does not write, or not there")
     folder = f"{infos[0].filename.partition('/')[0]}/" if infos else "/"
-    found = {each.filename.removeprefix(folder): each for each in infos}
+    ends = [*offsets, archive.start_dir][1:]
+    found = {
+        info.filename.removeprefix(folder): _Entry(info, end)
+        for info, end in zip(infos, ends, strict=True)
+    }
     is_one_folder = all(each.filename.startswith(folder) for each in infos)
     # torch looks records up in letters of any case.
     if not is_one_folder or len({name.lower() for name in found}) != len(infos):
@@ -146,25 +158,26 @@ def _may_be_weight(name: str, info: zipfile.ZipInfo) -> bool:
 
 
 def _weights(
-    file: BinaryIO, entries: Mapping[str, zipfile.ZipInfo], tensors: Sequence[ScriptTensor]
+    file: BinaryIO, entries: Mapping[str, _Entry], tensors: Sequence[ScriptTensor]
 ) -> Iterator[Weight]:
     for tensor in tensors:
-        info = entries[tensor.name]
-        record = Span(info.header_offset + _header_bytes(file, info), info.file_size)
+        entry = entries[tensor.name]
+        info = entry.info
+        header = _bytes_at(file, info.header_offset, _LOCAL.size)
+        record = Span(info.header_offset + _data_start(header, entry), info.file_size)
         if record.size_bytes == tensor.storage_bytes and not record.offset_bytes % _ALIGNMENT_BYTES:
             yield Weight(tensor, record)
 
 
-def _header_bytes(file: BinaryIO, info: zipfile.ZipInfo) -> int:
-    return _local_bytes(_bytes_at(file, info.header_offset, _LOCAL.size), info)
-
-
-def _local_bytes(header: bytes, info: zipfile.ZipInfo) -> int:
-    """How long the local header is, which is before the data."""
+def _data_start(header: bytes, entry: _Entry) -> int:
+    """Return how long the local header is, which is before the data. Raises CorruptFile."""
     signature, *_, name_bytes, extra_bytes = _LOCAL.unpack_from(header)
+    info, start = entry.info, _LOCAL.size + int(name_bytes) + int(extra_bytes)
     if signature != _LOCAL_SIGNATURE:
         raise CorruptFile(f"record {info.filename!r}: no local header where the directory says")
-    return _LOCAL.size + int(name_bytes) + int(extra_bytes)
+    if info.header_offset + start + info.compress_size > entry.end:
+        raise CorruptFile(f"record {info.filename!r}: reaches into the next one")
+    return start
 
 
 def _bytes_at(file: BinaryIO, offset: int, size_bytes: int) -> bytes:
@@ -176,26 +189,22 @@ def _bytes_at(file: BinaryIO, offset: int, size_bytes: int) -> bytes:
 
 
 def _without(
-    file: BinaryIO,
-    entries: Mapping[str, zipfile.ZipInfo],
-    directory_offset: int,
-    gone: Collection[str],
-    pickle: bytes,
+    file: BinaryIO, entries: Mapping[str, _Entry], gone: Collection[str], pickle: bytes
 ) -> bytes:
     """The archive without the records ``gone``, and with another pickle."""
-    ends = [*(each.header_offset for each in entries.values()), directory_offset][1:]
     parts: list[bytes] = []
     directory: list[bytes] = []
     position = 0
-    for (name, info), end in zip(entries.items(), ends, strict=True):
+    for name, (info, end) in entries.items():
         if name in gone:
             continue
+        part = _bytes_at(file, info.header_offset, end - info.header_offset)
+        start = _data_start(part, entries[name])
         if name == _PICKLE:
             info = _stored(info, pickle)
             part = _local(info) + pickle
-        else:
-            part = _bytes_at(file, info.header_offset, end - info.header_offset)
-            _refuse_restoring(name, info, part)
+        elif name.startswith("code/") and name.endswith(".py"):
+            _refuse_restoring(info, part[start : start + info.compress_size])
         parts.append(part)
         directory.append(_listed(info, position))
         position += len(part)
@@ -205,15 +214,11 @@ def _without(
     return b"".join([*parts, listed, end_record])
 
 
-def _refuse_restoring(name: str, info: zipfile.ZipInfo, part: bytes) -> None:
-    if not (name.startswith("code/") and name.endswith(".py")):
-        return
-    start = _local_bytes(part, info)
-    code = part[start : start + info.compress_size]
+def _refuse_restoring(info: zipfile.ZipInfo, code: bytes) -> None:
     if info.compress_type != zipfile.ZIP_STORED:
         code = zlib.decompress(code, wbits=-zlib.MAX_WBITS)
     if b"__setstate__" in code:
-        raise UnsupportedFormat(f"{name}: a class restores itself")
+        raise UnsupportedFormat(f"{info.filename}: a class restores itself")
 
 
 def _stored(info: zipfile.ZipInfo, content: bytes) -> zipfile.ZipInfo:
