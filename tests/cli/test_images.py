@@ -19,7 +19,7 @@ from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
 from trims_shim.cli.status import ask
 from trims_shim.client.cache import Cache
-from trims_shim.daemon import file_systems, requests
+from trims_shim.daemon import file_systems
 from trims_shim.testing import FakeDaemon
 from trims_shim.wire import admin
 from trims_shim.wire.admin import TierCheck, VerifyImageReply
@@ -248,7 +248,6 @@ def test_verify_of_more_images_than_a_status_has(
     models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those that it does not name were not checked, and passed for sound."""
-    monkeypatch.setattr(requests, "_IMAGES_IN_STATUS", 2)
     monkeypatch.setattr(admin, "IMAGES_IN_STATUS", 2)
     with FakeDaemon() as daemon:
         for name, status in (("a.safetensors", Exit.OK), ("b.pt", Exit.FAILED)):

@@ -169,7 +169,7 @@ def test_the_status_tells_each_what_is_theirs(server: Server) -> None:
 
 
 def test_a_status_fits_a_reply(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "_IMAGES_IN_STATUS", 2)
+    monkeypatch.setattr(admin, "IMAGES_IN_STATUS", 2)
     monkeypatch.setattr(requests, "_CLIENTS_IN_STATUS", 2)
     monkeypatch.setattr(requests, "_PREPARED_IN_STATUS", 2)
     monkeypatch.setattr(requests, "_STATUS_NAMES_LIMIT_BYTES", 2 * (8 + 9) - 1)

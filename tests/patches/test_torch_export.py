@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.export.pt2_archive._package as package
+from served import grown, is_shared, outcomes
 from torch._export.serde.serialize import deserialize_scalar_type
 
-from trims_shim import diagnostics, patches
-from trims_shim.client import arenas
+from trims_shim import patches
 from trims_shim.errors import NoSpace
 from trims_shim.patches import points, torch_export
 from trims_shim.testing import FakeDaemon
@@ -110,21 +110,6 @@ def tensors(program: Any) -> dict[str, torch.Tensor]:
     return {**program.state_dict, **constants}
 
 
-def is_shared(tensor: torch.Tensor) -> bool:
-    storage = tensor.untyped_storage()
-    return arenas.find(storage.data_ptr(), storage.nbytes()) is not None
-
-
-def outcomes() -> dict[str, int]:
-    seen = diagnostics.stats()
-    counted = {f"fallback:{name}": number for name, number in seen.fallbacks.items()}
-    return counted | {"served": seen.events.get("served:torch_export", 0)}
-
-
-def grown(before: dict[str, int], name: str) -> int:
-    return outcomes().get(name, 0) - before.get(name, 0)
-
-
 def assert_same(program: Any, archive: bytes) -> None:
     """The program that torch loads from the archive's bytes, which no cache can serve."""
     plain = load(io.BytesIO(archive))
@@ -144,7 +129,7 @@ def assert_same(program: Any, archive: bytes) -> None:
 def test_weights_and_constants_are_shared(daemon: FakeDaemon, path: Path, archive: bytes) -> None:
     before = outcomes()
     program = load(path)
-    assert grown(before, "served") == 1
+    assert grown(before, "served:torch_export") == 1
     assert daemon.reads(path) == 1
     assert len(tensors(program)) >= 6
     assert all(map(is_shared, tensors(program).values()))
@@ -190,7 +175,7 @@ def test_a_file_that_vanishes_is_torchs(
 
     monkeypatch.setattr(torch_export, "_reader_of", too_late)
     assert_same(load(path), archive)
-    assert (grown(before, "served"), grown(before, "fallback:model_changed")) == (0, 1)
+    assert (grown(before, "served:torch_export"), grown(before, "fallback:model_changed")) == (0, 1)
 
 
 def test_a_file_that_is_replaced_is_read_from_one_of_both(
@@ -216,7 +201,7 @@ def test_file_objects_are_torchs(
     with path.open("rb") if make is None else make(archive) as source:
         before = outcomes()
         program = load(source)
-        assert grown(before, "served") == 0
+        assert grown(before, "served:torch_export") == 0
         assert grown(before, "fallback:not_a_file") >= 1
     assert_same(program, archive)
 
@@ -227,7 +212,7 @@ def test_what_the_daemon_refuses_is_read_by_torch(
     daemon.refuse(NoSpace("full"))
     before = outcomes()
     program = load(path)
-    assert grown(before, "served") == 0
+    assert grown(before, "served:torch_export") == 0
     assert not any(map(is_shared, tensors(program).values()))
     assert_same(program, archive)
 

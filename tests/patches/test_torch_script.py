@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from served import grown, is_shared, outcomes
 
 from tests.script_models import BATCH, SHARED, Model, Restoring, load, saved
-from trims_shim import diagnostics, patches
-from trims_shim.client import arenas
+from trims_shim import patches
 from trims_shim.errors import NoSpace
 from trims_shim.patches import points, torch_script
 from trims_shim.testing import FakeDaemon
@@ -52,21 +52,6 @@ def attributes(module: Any) -> dict[str, torch.Tensor]:
     return {**module.state_dict(keep_vars=True), **others, **bias}
 
 
-def is_shared(tensor: torch.Tensor) -> bool:
-    storage = tensor.untyped_storage()
-    return arenas.find(storage.data_ptr(), storage.nbytes()) is not None
-
-
-def outcomes() -> dict[str, int]:
-    seen = diagnostics.stats()
-    counted = {f"fallback:{name}": number for name, number in seen.fallbacks.items()}
-    return counted | {"served": seen.events.get("served:torch_script", 0)}
-
-
-def grown(before: dict[str, int], name: str) -> int:
-    return outcomes().get(name, 0) - before.get(name, 0)
-
-
 def assert_same(module: Any, archive: bytes) -> None:
     """The module that torch loads from the archive's bytes, which no cache can serve."""
     plain = load(io.BytesIO(archive))
@@ -92,7 +77,7 @@ def properties(tensor: torch.Tensor) -> tuple[object, ...]:
 def test_weights_are_shared(daemon: FakeDaemon, path: Path, archive: bytes, location: Any) -> None:
     before = outcomes()
     module = load(path, map_location=location)
-    assert grown(before, "served") == 1
+    assert grown(before, "served:torch_script") == 1
     assert daemon.reads(path) == 1
     found = attributes(module)
     shared = {name for name, tensor in found.items() if is_shared(tensor)}
@@ -127,7 +112,7 @@ def test_in_modes_of_autograd(
     before = outcomes()
     with mode():
         assert_same(load(path), archive)
-    assert grown(before, "served") == 1
+    assert grown(before, "served:torch_script") == 1
 
 
 def test_extra_files(daemon: FakeDaemon, path: Path) -> None:
@@ -165,7 +150,10 @@ def test_a_module_that_looks_at_its_weights_is_torchs(daemon: FakeDaemon, tmp_pa
     before = outcomes()
     module = load(path)
     assert module.inner.total == 64 * 64
-    assert (grown(before, "served"), grown(before, "fallback:unsupported_format")) == (0, 1)
+    assert (grown(before, "served:torch_script"), grown(before, "fallback:unsupported_format")) == (
+        0,
+        1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,7 +167,7 @@ def test_other_calls_are_torchs(
     module = load(path, **options)
     expected = load(io.BytesIO(path.read_bytes()), **options)
     assert module.inner.weight.device == expected.inner.weight.device
-    assert (grown(before, "served"), grown(before, f"fallback:{reason}")) == (0, 1)
+    assert (grown(before, "served:torch_script"), grown(before, f"fallback:{reason}")) == (0, 1)
     assert not daemon.opened
 
 
@@ -197,7 +185,7 @@ def test_what_the_daemon_refuses_is_read_by_torch(
     daemon.refuse(NoSpace("full"))
     before = outcomes()
     module = load(path)
-    assert grown(before, "served") == 0
+    assert grown(before, "served:torch_script") == 0
     assert not any(map(is_shared, attributes(module).values()))
     assert_same(module, archive)
 
@@ -221,7 +209,7 @@ def test_a_file_that_is_written_meanwhile_is_torchs(
     monkeypatch.setattr(torch_script, "arena_of_file", write_and_ask)
     before = outcomes()
     assert_same(load(path), new)
-    assert (grown(before, "served"), grown(before, "fallback:model_changed")) == (0, 1)
+    assert (grown(before, "served:torch_script"), grown(before, "fallback:model_changed")) == (0, 1)
 
 
 def test_a_tensor_that_is_not_found_is_torchs(
@@ -231,7 +219,10 @@ def test_a_tensor_that_is_not_found_is_torchs(
     before = outcomes()
     monkeypatch.setattr(torch_script, "_owner", lambda owners, path: owners[()].inner)
     assert_same(load(path), archive)
-    assert (grown(before, "served"), grown(before, "fallback:unsupported_format")) == (0, 1)
+    assert (grown(before, "served:torch_script"), grown(before, "fallback:unsupported_format")) == (
+        0,
+        1,
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04" + bytes(4096), None])

@@ -30,7 +30,7 @@ from . import shim
 from .observe import Normaliser, Observer
 from .registry import Case, Work, load_topics
 
-__all__ = ["main", "run_case"]
+__all__ = ["die_with_parent", "main", "run_case"]
 
 _CASES_AT_A_TIME = 10
 _LARGE_PAGE_BYTES = 2 << 20
@@ -39,7 +39,7 @@ _MADV_COLLAPSE = 25  # asm-generic/mman-common.h
 
 def main(request_path: str, result_path: str) -> None:
     """Run the requested cases; for each the observations of both passes."""
-    _die_with_parent()
+    die_with_parent()
     request = json.loads(Path(request_path).read_text())
     is_shimmed, names = request["shim"], request["cases"]
     early = request["early"]
@@ -113,7 +113,7 @@ def _settle() -> None:
         raise RuntimeError("the daemon does not finish its preparations")
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Nothing survives a runner that is killed, not even a case that hangs (PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
@@ -128,7 +128,7 @@ def _run_forked(case: Case, directory: Path, is_shimmed: bool) -> dict[str, Any]
     if pid == 0:
         status = 1
         try:
-            _die_with_parent()
+            die_with_parent()
             os.close(reading)
             # Own group: what a case leaves behind is killed with it.
             os.setpgid(0, 0)

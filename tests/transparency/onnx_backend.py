@@ -135,7 +135,7 @@ def _fork_side(request: dict[str, Any], directory: Path, sockets: str) -> int:
     if pid == 0:
         status = 1
         try:
-            child._die_with_parent()
+            child.die_with_parent()
             directory.mkdir()
             variables = shim.environment(Path(sockets) if sockets else None, min_bytes="1")
             os.environ.clear()

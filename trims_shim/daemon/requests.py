@@ -37,7 +37,6 @@ __all__ = ["Daemon", "add_counters", "handle"]
 _COUNTERS_LIMIT = 512
 _COUNTER_LIMIT = 1 << 62
 _CHECK_LIMIT = 1000
-_IMAGES_IN_STATUS = admin.IMAGES_IN_STATUS
 _CLIENTS_IN_STATUS = 1000
 _PREPARED_IN_STATUS = 200
 _STATUS_NAMES_LIMIT_BYTES = 256 << 10
@@ -127,7 +126,7 @@ def _images_status(daemon: Daemon, session: Session) -> list[admin.ImageStatus]:
     """As many images as fit a reply, most recently used first; names are left out before images."""
     found = []
     left = _STATUS_NAMES_LIMIT_BYTES
-    limit = _IMAGES_IN_STATUS
+    limit = admin.IMAGES_IN_STATUS
     rows = [(tier.name, row) for tier in daemon.tiers for row in tier.store.images(limit)]
     rows.sort(key=lambda each: -each[1].used_ns)
     may_see_all, user = session.is_privileged, session.peer.uid

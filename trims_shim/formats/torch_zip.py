@@ -27,10 +27,22 @@ from typing import Any, NamedTuple, NoReturn
 from trims_shim.errors import CorruptFile, TruncatedFile, UnsupportedFormat
 from trims_shim.specs import Span
 
-__all__ = ["TorchArchive", "read_archive"]
+__all__ = [
+    "CENTRAL_SIGNATURE",
+    "DIRECTORY",
+    "FLAG_UTF8",
+    "FOREIGN_FLAGS",
+    "LOCAL_SIGNATURE",
+    "RECORD_ALIGNMENT_BYTES",
+    "TorchArchive",
+    "read_archive",
+]
 
-_LOCAL_SIGNATURE = 0x04034B50
-_CENTRAL_SIGNATURE = 0x02014B50
+RECORD_ALIGNMENT_BYTES = 64
+"""torch aligns records so when it writes; its kernels expect the same of its allocator."""
+
+LOCAL_SIGNATURE = 0x04034B50
+CENTRAL_SIGNATURE = 0x02014B50
 _END64_SIGNATURE = 0x06064B50
 
 _CENTRAL = struct.Struct("<I4xHH8xIIHHHH2xII")
@@ -44,10 +56,10 @@ _IN_ZIP64 = 0xFFFFFFFF
 _IN_ZIP64_SHORT = 0xFFFF
 _ZIP64_EXTRA = 0x0001
 _FLAG_DESCRIPTOR = 0x0008
-_FLAG_UTF8 = 0x0800
+FLAG_UTF8 = 0x0800
 _FLAGS_ENCRYPTED = 0x2041
-_FOREIGN_FLAGS = 0xFFFF & ~(_FLAG_DESCRIPTOR | _FLAG_UTF8)
-_DIRECTORY = 0x10
+FOREIGN_FLAGS = 0xFFFF & ~(_FLAG_DESCRIPTOR | FLAG_UTF8)
+DIRECTORY = 0x10
 """MS-DOS attribute; miniz then reads nothing and returns memory it never wrote."""
 _END_SEARCH_BYTES = _END.size + 0xFFFF
 """An end record may be followed by a comment of at most 65535 bytes (4.3.16)."""
@@ -178,9 +190,9 @@ def _read_records(
         name = directory[begin:end]
         if position > length:
             raise CorruptFile(f"central directory: ends inside the entry of record {name!r}")
-        if signature != _CENTRAL_SIGNATURE or flags & _FOREIGN_FLAGS or method or comment:
+        if signature != CENTRAL_SIGNATURE or flags & FOREIGN_FLAGS or method or comment:
             _refuse_entry(name, signature, flags, method)
-        if attributes & _DIRECTORY:
+        if attributes & DIRECTORY:
             raise UnsupportedFormat(f"record {name!r}: marked as a directory")
         if _IN_ZIP64 in (stored, size, header):
             size, stored, header = _widen(
@@ -194,7 +206,7 @@ def _read_records(
         if data > limit:
             raise CorruptFile(f"record {name!r}: its local header is not before the directory")
         local = _local_reader(name_bytes)(view, header)
-        if local[:3] != (_LOCAL_SIGNATURE, flags, 0) or local[5] != name_bytes or local[7] != name:
+        if local[:3] != (LOCAL_SIGNATURE, flags, 0) or local[5] != name_bytes or local[7] != name:
             _refuse_local(name, flags, local)
         data += local[6]
         if local[3] != size or local[4] != size:
@@ -263,13 +275,13 @@ def _check_local_sizes(
 
 
 def _refuse_entry(name: bytes, signature: int, flags: int, method: int) -> NoReturn:
-    if signature != _CENTRAL_SIGNATURE:
+    if signature != CENTRAL_SIGNATURE:
         raise CorruptFile(f"central directory: wrong signature {signature:#x} before {name[:64]!r}")
     if flags & _FLAGS_ENCRYPTED:
         raise UnsupportedFormat(f"record {name!r}: encrypted")
     if method:
         raise UnsupportedFormat(f"record {name!r}: compressed with method {method}")
-    if flags & _FOREIGN_FLAGS:
+    if flags & FOREIGN_FLAGS:
         raise UnsupportedFormat(f"record {name!r}: flags {flags:#x}")
     raise UnsupportedFormat(f"record {name!r}: has a comment")
 
@@ -289,7 +301,7 @@ def _refuse_order(
 
 
 def _refuse_local(name: bytes, flags: int, local: tuple[Any, ...]) -> NoReturn:
-    if local[0] != _LOCAL_SIGNATURE:
+    if local[0] != LOCAL_SIGNATURE:
         raise CorruptFile(f"record {name!r}: no local header where the directory says")
     if local[5] != len(name) or local[7] != name:
         raise CorruptFile(

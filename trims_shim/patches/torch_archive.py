@@ -16,6 +16,7 @@ import torch
 from trims_shim import diagnostics, patches
 from trims_shim.errors import FormatError, UnsupportedFormat
 from trims_shim.formats import TorchArchive, read_archive
+from trims_shim.formats.torch_zip import RECORD_ALIGNMENT_BYTES
 from trims_shim.patches.asking import arena_of_file
 from trims_shim.patches.torch_modes import uncompiled
 from trims_shim.patches.torch_rebuild import collector_paused
@@ -25,9 +26,6 @@ from trims_shim.specs import Span
 __all__ = ["ArchiveReader", "ServedArchive", "missing_method", "serve"]
 
 _FileReader: Any = torch._C.PyTorchFileReader
-
-_RECORD_ALIGNMENT_BYTES = 64
-"""torch.save aligns records to 64 bytes; torch's kernels expect the same of its allocator."""
 
 
 class ServedArchive:
@@ -53,7 +51,7 @@ class ServedArchive:
         span = self.archive.records.get(name)
         if span is None or size_bytes not in (None, span.size_bytes):
             return None
-        return None if span.offset_bytes % _RECORD_ALIGNMENT_BYTES else span
+        return None if span.offset_bytes % RECORD_ALIGNMENT_BYTES else span
 
     def view_of(self, name: str) -> memoryview | None:
         """Return the bytes of a record, read-only as ``bytes`` are; None unless it is aligned."""

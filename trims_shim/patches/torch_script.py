@@ -93,9 +93,11 @@ def _script(descriptor: int, path: str) -> Script | None:
         return None
     try:
         with io.FileIO(descriptor, closefd=False) as file:
+            script = read_script(file)
             # Refuses what zipfile takes; of such an archive, what is left might be in order.
+            file.seek(0)
             _C.PyTorchFileReader(file)
-            return read_script(file)
+            return script
     # RuntimeError: of torch's reader.
     except (FormatError, OSError, RuntimeError) as error:
         diagnostics.fallback("unsupported_format", error, what=path)

@@ -16,6 +16,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import BinaryIO, NamedTuple
 
 from trims_shim.errors import CorruptFile, UnsupportedFormat
+from trims_shim.formats.torch_zip import (
+    CENTRAL_SIGNATURE,
+    DIRECTORY,
+    FLAG_UTF8,
+    FOREIGN_FLAGS,
+    LOCAL_SIGNATURE,
+    RECORD_ALIGNMENT_BYTES,
+)
 from trims_shim.patches.torch_script_pickle import ScriptTensor, read_script_pickle
 from trims_shim.specs import Span
 
@@ -35,19 +43,11 @@ _WEIGHTS_TO_PICKLE = 32
 _FEW_RECORDS = 64
 _BYTES_TO_RECORD = 24 << 10
 
-_ALIGNMENT_BYTES = 64
-"""torch.jit.save aligns records so; torch's kernels expect it of torch's allocator."""
-
 _LOCAL = struct.Struct("<IHHH4xIIIHH")
 _CENTRAL = struct.Struct("<IHHHH4xIIIHHHHHII")
 _END = struct.Struct("<I4xHHIIH")
-_LOCAL_SIGNATURE = 0x04034B50
-_CENTRAL_SIGNATURE = 0x02014B50
 _END_SIGNATURE = 0x06054B50
 _VERSION = 20
-_FLAG_DESCRIPTOR = 0x0008
-_FLAG_UTF8 = 0x0800
-_DIRECTORY = 0x10
 
 
 class _Entry(NamedTuple):
@@ -148,8 +148,7 @@ def _entries(archive: zipfile.ZipFile) -> Mapping[str, _Entry]:
 def _is_odd(info: zipfile.ZipInfo) -> bool:
     """Whether torch may refuse a record that Python's zipfile takes."""
     is_cut = info.compress_type == zipfile.ZIP_STORED and info.compress_size != info.file_size
-    has_foreign_flags = info.flag_bits & ~(_FLAG_DESCRIPTOR | _FLAG_UTF8)
-    return bool(is_cut or has_foreign_flags or info.external_attr & _DIRECTORY)
+    return bool(is_cut or info.flag_bits & FOREIGN_FLAGS or info.external_attr & DIRECTORY)
 
 
 def _may_be_weight(name: str, info: zipfile.ZipInfo) -> bool:
@@ -165,7 +164,8 @@ def _weights(
         info = entry.info
         header = _bytes_at(file, info.header_offset, _LOCAL.size)
         record = Span(info.header_offset + _data_start(header, entry), info.file_size)
-        if record.size_bytes == tensor.storage_bytes and not record.offset_bytes % _ALIGNMENT_BYTES:
+        is_aligned = record.offset_bytes % RECORD_ALIGNMENT_BYTES == 0
+        if is_aligned and record.size_bytes == tensor.storage_bytes:
             yield Weight(tensor, record)
 
 
@@ -173,7 +173,7 @@ def _data_start(header: bytes, entry: _Entry) -> int:
     """Return how long the local header is, which is before the data. Raises CorruptFile."""
     signature, *_, name_bytes, extra_bytes = _LOCAL.unpack_from(header)
     info, start = entry.info, _LOCAL.size + int(name_bytes) + int(extra_bytes)
-    if signature != _LOCAL_SIGNATURE:
+    if signature != LOCAL_SIGNATURE:
         raise CorruptFile(f"record {info.filename!r}: no local header where the directory says")
     if info.header_offset + start + info.compress_size > entry.end:
         raise CorruptFile(f"record {info.filename!r}: reaches into the next one")
@@ -224,20 +224,20 @@ def _refuse_restoring(info: zipfile.ZipInfo, code: bytes) -> None:
 def _stored(info: zipfile.ZipInfo, content: bytes) -> zipfile.ZipInfo:
     """The entry of a record with another content."""
     made = zipfile.ZipInfo(info.filename)
-    made.flag_bits = info.flag_bits & _FLAG_UTF8
+    made.flag_bits = info.flag_bits & FLAG_UTF8
     made.CRC = zlib.crc32(content)
     made.file_size = made.compress_size = len(content)
     return made
 
 
 def _name(info: zipfile.ZipInfo) -> bytes:
-    return info.filename.encode("utf-8" if info.flag_bits & _FLAG_UTF8 else "cp437")
+    return info.filename.encode("utf-8" if info.flag_bits & FLAG_UTF8 else "cp437")
 
 
 def _local(info: zipfile.ZipInfo) -> bytes:
     name, sizes = _name(info), (info.CRC, info.compress_size, info.file_size)
     head = _LOCAL.pack(
-        _LOCAL_SIGNATURE, _VERSION, info.flag_bits, info.compress_type, *sizes, len(name), 0
+        LOCAL_SIGNATURE, _VERSION, info.flag_bits, info.compress_type, *sizes, len(name), 0
     )
     return head + name
 
@@ -246,5 +246,5 @@ def _listed(info: zipfile.ZipInfo, offset: int) -> bytes:
     """The entry of a record in the directory."""
     name, sizes = _name(info), (info.CRC, info.compress_size, info.file_size)
     kind = (_VERSION, _VERSION, info.flag_bits, info.compress_type)
-    head = _CENTRAL.pack(_CENTRAL_SIGNATURE, *kind, *sizes, len(name), 0, 0, 0, 0, 0, offset)
+    head = _CENTRAL.pack(CENTRAL_SIGNATURE, *kind, *sizes, len(name), 0, 0, 0, 0, 0, offset)
     return head + name
