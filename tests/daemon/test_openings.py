@@ -262,6 +262,16 @@ class TestOpening:
         digest = front.host.store.images()[0].digest
         assert front.published == [Announce("loaded", digest, len(file.content))]
 
+    def test_who_waits_for_the_load_of_another_holds_no_file_open(
+        self, front: HostFront, file: File
+    ) -> None:
+        """A hundred processes that load the same model wait with one descriptor."""
+        for _ in range(3):
+            file.request(front, front.client(OWN))
+        opened = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+        assert opened.count(str(file.path)) == 1
+        front.work()
+
     def test_a_load_that_is_withdrawn_goes_on_for_nobody(
         self, front: HostFront, file: File
     ) -> None:
