@@ -225,6 +225,7 @@ def small(kind: str) -> Any:
         "xlnet": lambda: transformers.XLNetConfig(
             vocab_size=23, d_model=16, n_layer=1, n_head=2, d_inner=16
         ),
+        "xlm": lambda: transformers.XLMConfig(vocab_size=23, emb_dim=16, n_layers=1, n_heads=2),
     }[kind]()
     kinds = (
         transformers.AutoModelForSeq2SeqLM if kind == "t5" else transformers.AutoModelForCausalLM
@@ -239,6 +240,7 @@ def small(kind: str) -> Any:
         ("mamba", "keeps a state instead of the keys and values"),
         ("lfm2", "keeps a state instead of the keys and values"),
         ("xlnet", "takes no `past_key_values`"),
+        ("xlm", "takes no `past_key_values`"),
         ("bart", "takes no `position_ids`"),
     ],
 )

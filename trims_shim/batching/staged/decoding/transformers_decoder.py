@@ -16,6 +16,8 @@ _logger = logging.getLogger(__name__)
 
 _CACHE_NAMES = ("cache", "past_key_values")
 """The name of the models' parameter from transformers 5.24 on, and before."""
+_OTHER_CACHE = frozenset(["flaubert", "xlm"])
+"""Types of models whose ``cache`` is another: a dictionary of tensors."""
 _ATTENTION = frozenset(["full_attention", "sliding_attention", "chunked_attention"])
 """Types of layers that need no more than keys and values of all tokens."""
 _RELATIVE = frozenset(["bloom", "mpt"])
@@ -65,7 +67,7 @@ class TransformersDecoder:
             )
         accepted = inspect.signature(model.forward).parameters
         self._cache_name = next((each for each in _CACHE_NAMES if each in accepted), "")
-        if not self._cache_name:
+        if not self._cache_name or model.config.model_type in _OTHER_CACHE:
             raise StagingError(f"{name} takes no `past_key_values`; it cannot go on from a cache")
         self.longest = _longest(model.config.get_text_config())
         """How many tokens a row may have; None for no limit of ours."""
