@@ -122,6 +122,17 @@ def test_streams_that_no_group_can_take_together_are_divided() -> None:
     assert len(plan.groups) > 1
 
 
+@pytest.mark.parametrize("of_paper", [False, True])
+def test_a_stream_that_is_hardly_used_has_a_device(*, of_paper: bool) -> None:
+    """What it needs is less than the solver takes for nothing."""
+    streams = {"busy": Stream("a", 15), "rare": Stream("b", 1e-7)}
+    plan = plan_herd(streams, MODELS, devices=8, memory_bytes=8, groups=2, of_paper=of_paper)
+    assert [(group.devices, group.streams) for group in plan.groups] == [
+        (7, ("busy",)),
+        (1, ("rare",)),
+    ]
+
+
 def test_an_overload_is_planned_for_as_well() -> None:
     streams = {"one": Stream("a", 40), "two": Stream("c", 80)}  # four devices, and two
     plan = plan_herd(streams, MODELS, devices=3, memory_bytes=20, groups=2)

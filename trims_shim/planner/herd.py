@@ -318,8 +318,10 @@ class _Herd:
             programme.row({larger: 1.0, smaller: -1.0}, lower=0)  # groups are interchangeable
         for unit, joins in zip(self._units, self._joins, strict=True):
             programme.row(dict.fromkeys(joins, 1.0), lower=1, upper=1)
-            for join, hold in zip(joins, self._holds[unit.model], strict=True):
+            for join, hold, size in zip(joins, self._holds[unit.model], self._sizes, strict=True):
                 programme.row({join: 1.0, hold: -1.0}, upper=0)
+                # Otherwise a need below the solver's tolerance is met by no device.
+                programme.row({join: 1.0, size: -1.0}, upper=0)
         whole = max(1, self._limits.memory_bytes)
         for group in self._groups:
             held = {self._holds[name][group]: each for name, each in self._models.items()}
