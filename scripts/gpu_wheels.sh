@@ -12,7 +12,7 @@ directory="$1"
 shift
 packages=("$@")
 [ ${#packages[@]} -gt 0 ] || packages=(
-    pyzmq msgpack blake3 nvidia-ml-py fastsafetensors
+    pyzmq msgpack blake3 nvidia-ml-py fastsafetensors pybind11
     pytest pytest-timeout hypothesis pluggy iniconfig packaging pygments sortedcontainers
     rich markdown-it-py mdurl
     peft accelerate psutil

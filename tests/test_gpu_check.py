@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,10 +49,12 @@ VGG_BYTES = 553_430_176
 DRY_RUN_S = 1500
 
 
-def check(*arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+def check(
+    *arguments: str, script: Path = SCRIPT, timeout_s: float = 120
+) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TRIMS_")}
     return subprocess.run(
-        [str(SCRIPT), *arguments],
+        [str(script), *arguments],
         env=environment | {"PYTHON": sys.executable},
         capture_output=True,
         text=True,
@@ -115,6 +118,32 @@ def test_a_run_that_is_cut_off_has_a_report(tmp_path: Path) -> None:
     found = json.loads(report.read_text())
     assert [step["status"] for step in found["steps"]] == [0, 143]
     assert found["tests"][0]["outcome"] == "skipped"
+
+
+WITHOUT_PYBIND11 = """
+import sys
+sys.modules["pybind11"] = None
+# Of a package installed as editable, which has an engine.
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in str(finder)]
+"""
+
+
+def test_a_copy_engine_that_is_not_built_is_a_failed_step(tmp_path: Path) -> None:
+    root, output = tmp_path / "root", tmp_path / "output"
+    nothing_built = shutil.ignore_patterns("*.so", "__pycache__")
+    for name in ("scripts", "native", "trims_shim", "tests/emulated_cuda"):
+        shutil.copytree(ROOT / name, root / name, ignore=nothing_built)
+    needed = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "_trims_pytest.py")
+    for name in (*needed, "tests/processes.py"):
+        shutil.copy(ROOT / name, root / name)
+    (root / "sitecustomize.py").write_text(WITHOUT_PYBIND11)
+    arguments = ("--dry-run", "--output", str(output), "--steps", "native")
+    done = check(*arguments, script=root / "scripts" / SCRIPT.name)
+    assert done.returncode == 1, done.stderr
+    report = json.loads((output / "gpu-dry-run-check.json").read_text())
+    native = report["steps"][-1]
+    assert (native["step"], native["status"]) == ("native", 1)
+    assert any("no copy engine" in line for line in native["output"])
 
 
 @pytest.mark.slow
