@@ -201,7 +201,8 @@ class _Table:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < _LIMIT:
             raise FormatError(
-                f"{self.path}: {self.name(key)} is {_shown(value)}; it has to be a number from 0 on"
+                f"{self.path}: {self.name(key)} is {_shown(value)}; it has to be a number "
+                f"from 0 on, below {_LIMIT:g}"
             )
         return float(value)
 

@@ -233,7 +233,11 @@ def test_json_has_null_where_no_number_is(
         ("max_batch_size = 64", "max_batch_size = 0", "max_batch_size is 0"),
         ("max_batch_size = 64", "max_batch_size = 1_000_000", "max_batch_size is 1000000; it has"),
         ("cpu = 4", "cpu = 1000000000000", "devices.cpu is 1000000000000; it has to be a whole"),
-        ("demand_qps = 120", "demand_qps = 1e300", "demand_qps is 1e+300; it has to be a number"),
+        (
+            "demand_qps = 120",
+            "demand_qps = 1e300",
+            "demand_qps is 1e+300; it has to be a number from 0 on, below 1e+15",
+        ),
         ("[devices]", "[devices", "is not TOML"),
     ],
 )
