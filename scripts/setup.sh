@@ -14,6 +14,8 @@ if ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
         exit 1
     fi
 fi
+# Each of these steps is quiet for a minute or more.
+echo "installing ${TORCH:-torch==2.13.0} into $venv; this takes a while" >&2
 # An old pip, which many Pythons bring, takes twice as long.
 [ -x "$venv/bin/python" ] || "$python" -m venv --upgrade-deps "$venv"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -23,5 +25,6 @@ install "${TORCH:-torch==2.13.0}" numpy
 # Meanwhile, and not by pip, which compiles one file after the other. Most of what comes later is
 # never imported; the rest is compiled when it is. Some files are no Python of this version.
 "$venv/bin/python" -m compileall -qq -j 0 "$venv"/lib/python*/site-packages || true &
+echo "installing this package and the development tools" >&2
 install --editable '.[torch,dev]'
 wait
