@@ -31,7 +31,7 @@ def save_problem(path: str | os.PathLike[str], problem: Problem) -> None:
     """Write or replace a file; a link stays one. Raises OSError."""
     members = {
         name: {
-            kind: dataclasses.asdict(footprint) | _latencies(profile.latencies.get(kind), problem)
+            kind: dataclasses.asdict(footprint) | _latencies(profile.latencies.get(kind))
             for kind, footprint in profile.footprints.items()
         }
         for name, profile in problem.members.items()
@@ -46,12 +46,12 @@ def save_problem(path: str | os.PathLike[str], problem: Problem) -> None:
     )
 
 
-def _latencies(profile: LatencyProfile | None, problem: Problem) -> dict[str, Any]:
+def _latencies(profile: LatencyProfile | None) -> dict[str, Any]:
+    """Of all sizes: what was measured of some is smoothed, and does not lie between these."""
     if profile is None:
         return {}
-    sizes = sorted({1, *problem.batch_sizes})
-    known = [size for size in sizes if size <= profile.max_batch_size]
-    return {"latencies_ns": {str(size): profile.taken_ns(size) for size in known}}
+    sizes = range(1, profile.max_batch_size + 1)
+    return {"latencies_ns": {str(size): profile.taken_ns(size) for size in sizes}}
 
 
 def load_problem(path: str | os.PathLike[str]) -> Problem:
