@@ -238,6 +238,20 @@ def test_the_state_of_an_optimizer(sharing: Net, tmp_path: Path) -> None:
     train(sharing, optimizer)
 
 
+def test_lists_of_tensors_in_the_state(sharing: Net, tmp_path: Path) -> None:
+    """As SOAP and Shampoo have them, which write each in place."""
+    optimizer = torch.optim.SGD(sharing.parameters(), lr=0.1)
+    state = {0: {"factors": [torch.ones(SIDE, SIDE)], "by_name": {"a": torch.ones(SIDE, SIDE)}}}
+    torch.save(state, tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", map_location="cuda")
+    assert shared(loaded[0]["factors"][0])
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": loaded})
+    kept = optimizer.state[sharing.first.weight]
+    for each in (kept["factors"][0], kept["by_name"]["a"]):
+        assert not shared(each)
+        each.lerp_(torch.zeros(SIDE, SIDE), 0.5)
+
+
 def test_the_state_is_looked_for_once(
     sharing: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,15 +207,21 @@ def _wrap_optimizer_load(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         if torch_device.is_any_shared():
-            unshare(_state_of(self), "optimizer")
+            unshare(_nested(self.state.values()), "optimizer")
         return result
 
     return load_state_dict
 
 
-def _state_of(optimizer: Any) -> Iterator[Any]:
-    for state in optimizer.state.values():
-        yield from state.values() if isinstance(state, dict) else (state,)
+def _nested(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield what is in an optimizer's state; SOAP and Shampoo keep lists of what they write."""
+    for each in values:
+        if isinstance(each, dict):
+            yield from _nested(each.values())
+        elif isinstance(each, (list, tuple)):
+            yield from _nested(each)
+        else:
+            yield each
 
 
 def _wrap_register(original: Callable[..., Any]) -> Callable[..., Any]:
