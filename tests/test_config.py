@@ -66,6 +66,17 @@ class TestSources:
         (tmp_path / ".config" / "trims" / "trims.toml").write_text("min_bytes = 7")
         assert load({"HOME": str(tmp_path)}).min_bytes == 7
 
+    def test_empty_directories_of_the_desktop_are_not_set(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As their specification says; a relative path would be one in the current directory."""
+        empty = {"HOME": "/home/x", "XDG_CONFIG_HOME": "", "XDG_CACHE_HOME": ""}
+        assert config.config_file(empty) == "/home/x/.config/trims/trims.toml"
+        assert load(empty).cache_home == "/home/x/.cache"
+        assert load({"HOME": "/home/x", "XDG_CACHE_HOME": "/cache"}).cache_home == "/cache"
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path.replace("~", "/home/y"))
+        assert load({"HOME": ""}).cache_home == "/home/y/.cache"
+
     def test_a_user_without_a_home(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os.path, "expanduser", lambda path: path)
         assert load({}).cache_home == "/.cache"
@@ -73,6 +84,7 @@ class TestSources:
 
     def test_reserved_variables_are_not_settings(self) -> None:
         load({"TRIMS_TEST_ANYTHING": "1", "TRIMS_BENCH_DIR": "/x", "TRIMS_AUTOSTARTED": "1"})
+        load({"TRIMS_BATCHING_DATA": "/x"})
         load({"OTHER_MIN_BYTES": "1", "trims_x": "1"})
 
     def test_the_process_environment_is_the_default(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,8 +167,9 @@ class TestFile:
             load(write(home, text))
 
     def test_a_variable_in_place_of_its_key(self, home: Path) -> None:
-        with pytest.raises(ConfigError, match="did you mean host_bytes"):
-            load(write(home, "TRIMS_HOST_BYTES = '1G'"))
+        for key in ("host_bytes", "log"):
+            with pytest.raises(ConfigError, match=f"did you mean {key}"):
+                load(write(home, f"TRIMS_{key.upper()} = '1G'"))
 
 
 class TestParsers:
@@ -231,7 +244,7 @@ class TestParsers:
 
     def test_the_head_room_of_the_host(self) -> None:
         assert load({}).host_headroom_bytes is None
-        assert load({}, host_headroom_bytes="Auto").host_headroom_bytes is None
+        assert load({}, host_headroom_bytes=" Auto ").host_headroom_bytes is None
         assert load({}, host_headroom_bytes="2G").host_headroom_bytes.of(1) == 2 << 30
         assert load({}, host_headroom_bytes="5%").host_headroom_bytes.of(1000) == 50
 
@@ -241,7 +254,7 @@ class TestParsers:
     )
     def test_the_head_room_suits_small_devices(self, total: int, expected: int) -> None:
         assert load({}).device_headroom_bytes.of(total) == expected
-        assert load({}, device_headroom_bytes="AUTO").device_headroom_bytes.of(total) == expected
+        assert load({}, device_headroom_bytes="AUTO ").device_headroom_bytes.of(total) == expected
         assert load({}, device_headroom_bytes="2G").device_headroom_bytes.of(total) == 2 << 30
 
     def test_a_share_of_a_device_is_not_one_of_the_machine(
@@ -275,7 +288,11 @@ class TestParsers:
     def test_seconds(self, text: str, expected: float) -> None:
         assert load({"TRIMS_IDLE_EXIT": text}).idle_exit == expected
 
-    @pytest.mark.parametrize("text", ["-1", "nan", "inf", "1e9", "soon", "5s"])
+    def test_images_that_are_kept_for_ever(self) -> None:
+        assert load({}).keep_unused == load({}, keep_unused="Forever").keep_unused == float("inf")
+        assert load({}, keep_unused="0").keep_unused == 0
+
+    @pytest.mark.parametrize("text", ["-1", "nan", "inf", "1e9", "soon", "5s", "forever"])
     def test_no_seconds(self, text: str) -> None:
         with pytest.raises(ConfigError, match="TRIMS_IDLE_EXIT"):
             load({"TRIMS_IDLE_EXIT": text})
@@ -308,6 +325,7 @@ class TestParsers:
         assert load({}).exclude == ()
         found = load({"TRIMS_EXCLUDE": "/data/*: *.ckpt:~/x:"}).exclude
         assert found == ("/data/*", "*.ckpt", os.path.expanduser("~/x"))
+        assert load({"TRIMS_EXCLUDE": "?data/*:[/]data/*"}).exclude == ("?data/*", "[/]data/*")
         listed = load(write(home, 'exclude = ["/a/*", "*.bin"]'))
         assert listed.exclude == ("/a/*", "*.bin")
 
