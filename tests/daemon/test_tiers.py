@@ -379,6 +379,9 @@ class TestRoom:
         memory.close()
         tier.loader._account.add(-100 * MIB)
         assert tier.free_bytes() == GIB
+        tier.loader._account.add(2 * GIB)
+        assert tier.free_bytes() == 0, "less is no number, or means that NVML does not say"
+        tier.loader._account.add(-2 * GIB)
 
     @pytest.mark.parametrize("backend", ["vmm", "ipc"])
     def test_a_look_while_an_image_is_made_evicts_nothing(
@@ -442,6 +445,61 @@ class TestRoom:
         released.set()
         assert has_ended
         assert free_bytes == GIB, "as it was measured before"
+
+    def test_an_image_that_comes_during_a_look_is_not_taken_twice(
+        self,
+        make: Callable[..., Harness],
+        emulated_cuda: Emulated,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        tier = make(device_bytes=str(GIB)).device()
+        looks: list[str] = []
+
+        def free_bytes(device: str) -> int:
+            looks.append(device)
+            if len(looks) == 1:
+                tier.loader._account.add(100 * MIB)
+            return GIB - 100 * MIB
+
+        with monkeypatch.context() as patch:
+            patch.setattr(nvml, "free_bytes", free_bytes)
+            tier.measure()
+        assert tier.free_bytes() == GIB - 100 * MIB
+        assert tier.withheld_bytes(MIB) == 64 * MIB
+        tier.loader._account.add(-100 * MIB)
+
+    def test_looks_do_not_pile_up_while_nvml_hangs(
+        self,
+        make: Callable[..., Harness],
+        emulated_cuda: Emulated,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        harness = make()
+        harness.device()
+        looks: queue.SimpleQueue[str] = queue.SimpleQueue()
+        released = threading.Event()
+
+        def hang(device: str) -> int:
+            looks.put(device)
+            released.wait(PATIENCE_S)
+            return GIB
+
+        monkeypatch.setattr(nvml, "free_bytes", hang)
+        for _ in range(5):
+            harness.tiers.tend()
+        assert looks.get(timeout=PATIENCE_S) == GPU
+        released.set()
+        (tier,) = harness.tiers.devices
+        tier._measurer.shutdown(wait=True)
+        assert looks.empty()
+
+    def test_no_thread_is_left_at_the_end(self, emulated_cuda: Emulated) -> None:
+        before = set(threading.enumerate())
+        harness = Harness()
+        harness.device()
+        harness.tiers.tend()
+        harness.tiers.close()
+        wait_until(lambda: set(threading.enumerate()) <= before)
 
     def test_what_leaves_need_not_be_evicted_again(
         self, make: Callable[..., Harness], emulated_cuda: Emulated
@@ -533,6 +591,33 @@ class TestRoom:
         drop, *_, start = self.load(host, 3, 20 * MIB, begins=False)
         assert isinstance(drop, DropImage)
         assert isinstance(start, StartIngest)
+
+    def test_memory_that_others_need_is_given_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tiers_module, "memory_limit_bytes", lambda: 320 * MIB)
+        monkeypatch.setattr(tiers_module, "available_bytes", lambda: 7 * MIB)
+        for headroom, missing in ((None, 3 * MIB), (_TENTH, 25 * MIB)):
+            store = Store(GIB, policy=LeastRecentlyUsed())
+            loader = Loader(MemfdMemory(SegmentKind.MEMFD), threads=1, wake=lambda: None)
+            host = HostTier(store, loader, headroom)
+            assert host.missing_bytes() == missing
+            host.close()
+
+    @pytest.mark.parametrize(
+        ("used_bytes", "lingering_bytes"), [(None, -1), (-1, 0), (0, 0), (5, 5)], ids=str
+    )
+    def test_what_lingers(
+        self,
+        make: Callable[..., Harness],
+        monkeypatch: pytest.MonkeyPatch,
+        used_bytes: int | None,
+        lingering_bytes: int,
+    ) -> None:
+        """A segment that is being filled takes less than it will."""
+        host = make().tiers.host
+        held = host.loader.memory.held_bytes()
+        used = None if used_bytes is None else held + used_bytes
+        monkeypatch.setattr(host.loader.memory, "used_bytes", lambda: used)
+        assert host.lingering_bytes() == lingering_bytes
 
     def test_outlines_are_withheld_from_the_host(self, make: Callable[..., Harness]) -> None:
         host = make().tiers.host
