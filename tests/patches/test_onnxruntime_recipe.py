@@ -126,6 +126,7 @@ def test_all_of_these_are_different() -> None:
         {"providers": ["CUDAExecutionProvider", CPU]},
         {"providers": [CPU, CPU]},
         {"providers": [CPU], "provider_options": [{}]},
+        {"providers": None, "provider_options": [{"a": "1"}]},
         {"disabled": set()},
     ],
     ids=label,
@@ -137,7 +138,13 @@ def test_what_does_not_change_the_result_is_not(change: dict[str, Any]) -> None:
 def test_order_does_not_matter_where_onnxruntime_has_none() -> None:
     one, two = entry("custom.a", "1"), entry("custom.b", "2")
     assert recipe(one, two) == recipe(two, one)
-    assert recipe(disabled=["a", "b"]) == recipe(disabled={"b", "a"})
+    first = lambda o: o.add_free_dimension_override_by_name("a", 1)  # noqa: E731
+    second = lambda o: o.add_free_dimension_override_by_name("b", 1)  # noqa: E731
+    assert recipe(first, second) == recipe(second, first)
+    names = recipe(disabled=["a", "b"])
+    for same in ({"b", "a"}, frozenset({"a", "b"}), ("b", "a"), ["b", "a", "b"]):
+        assert recipe(disabled=same) == names
+    assert recipe(providers=[(CPU, {5: "a"})]) == recipe(providers=[(CPU, {"5": "a"})])
     assert recipe(providers=[(CPU, {"a": 1, "b": True})]) == recipe(
         providers=[CPU], provider_options=[{"b": "True", "a": "1"}]
     )
@@ -175,6 +182,8 @@ def test_it_is_of_the_installation(monkeypatch: pytest.MonkeyPatch) -> None:
         ("arguments", {"providers": [(CPU,)]}),
         ("arguments", {"providers": [(CPU, [])]}),
         ("arguments", {"providers": [(CPU, {"a": []})]}),
+        ("arguments", {"providers": [(CPU, {(): "a"})]}),
+        ("provider", {"providers": ["NoSuchExecutionProvider", CPU]}),
         ("arguments", {"providers": [CPU], "provider_options": {}}),
         ("arguments", {"providers": [CPU], "provider_options": []}),
         ("arguments", {"providers": [], "provider_options": [{}]}),
@@ -195,6 +204,9 @@ def test_arguments_that_are_not_understood(reason: str, arguments: Any) -> None:
     "key",
     [
         "ep.context_enable",
+        "memory.something_new",
+        "mlas.something_new",
+        "optimization.something_new",
         "session.load_model_format",
         "session.model_external_initializers_file_folder_path",
         "session.optimized_model_external_initializers_file_name",
