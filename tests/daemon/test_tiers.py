@@ -129,6 +129,7 @@ class TestMaking:
         identity = Identity(device=1, inode=1, size_bytes=1, mtime_ns=0, ctime_ns=0)
         tiers.host.store.open(Opening(1, 1, 0, identity, "/model"), 1)
         assert tiers.is_needed()
+        assert tiers.descriptor_count() == tiers.ingest_count() == 1
         monkeypatch.setattr(tiers.host.loader, "stuck_count", lambda: 1)
         assert not tiers.is_needed()
 
@@ -285,6 +286,13 @@ class TestMaking:
         (error,) = make().ask(name)
         assert isinstance(error, UnknownDevice)
 
+    def test_instances_of_mig_are_looked_for(
+        self, make: Callable[..., Harness], emulated_cuda: Emulated
+    ) -> None:
+        harness = make()
+        assert harness.ask("MIG" + GPU[3:]) == []
+        harness.turn()
+
     def test_a_reason_is_kept_for_a_while(
         self,
         make: Callable[..., Harness],
@@ -334,6 +342,8 @@ class TestRoom:
         assert tier.store.totals().budget_bytes == budget
         assert tier.free_bytes() == (-1 if machine else GIB)
         assert tier.withheld_bytes(MIB) == 0
+        if machine:
+            assert tier.missing_bytes() == 0, "nothing is evicted for what nobody knows"
 
     def test_a_share_is_of_what_was_free_at_first(
         self, make: Callable[..., Harness], emulated_cuda: Emulated
@@ -625,6 +635,23 @@ class TestRoom:
         host.outline_bytes = lambda: before + 5
         assert host.withheld_bytes(MIB) == before + 5
 
+    def test_outlines_are_those_of_all_devices(
+        self, make: Callable[..., Harness], emulated_cuda: Emulated, make_file: Callable[..., str]
+    ) -> None:
+        harness = make()
+        tier, host = harness.device(), harness.tiers.host
+        assert host.outline_bytes() == 0
+        descriptor = os.open(make_file(safetensors((MIB,))), os.O_RDONLY)
+        opening = Opening(1, 1, 0, Identity.from_stat(os.fstat(descriptor)), "/model")
+        tier.loader.start(StartIngest(1, opening, False), descriptor)
+        harness.woken.get(timeout=PATIENCE_S)
+        (finished,) = tier.loader.take_finished()
+        assert finished.error is None
+        tier.loader.adopt(1, A)
+        assert host.outline_bytes() > 0
+        tier.loader.drop(A)
+        assert host.outline_bytes() == 0
+
 
 def _show(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulated machine, for this process."""
@@ -728,6 +755,7 @@ class TestAll:
         tiers.release(1, leases[1], 2)
         assert [tier.store.lease_count() for tier in tiers] == [1, 1]
         tiers.close_session(1, 3)
+        assert tiers.is_needed(), "at a device"
         tiers.close_session(2, 3)
         assert not tiers.is_needed()
 
