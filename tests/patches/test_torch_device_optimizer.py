@@ -241,13 +241,14 @@ def test_the_state_of_an_optimizer(sharing: Net, tmp_path: Path) -> None:
 def test_lists_of_tensors_in_the_state(sharing: Net, tmp_path: Path) -> None:
     """As SOAP and Shampoo have them, which write each in place."""
     optimizer = torch.optim.SGD(sharing.parameters(), lr=0.1)
-    state = {0: {"factors": [torch.ones(SIDE, SIDE)], "by_name": {"a": torch.ones(SIDE, SIDE)}}}
+    factors = [torch.ones(SIDE, SIDE)], (torch.ones(SIDE, SIDE),)
+    state = {0: {"factors": factors, "by_name": {"a": torch.ones(SIDE, SIDE)}}}
     torch.save(state, tmp_path / "state.pt")
     loaded = torch.load(tmp_path / "state.pt", map_location="cuda")
-    assert shared(loaded[0]["factors"][0])
+    assert shared(loaded[0]["factors"][0][0])
     optimizer.load_state_dict({**optimizer.state_dict(), "state": loaded})
     kept = optimizer.state[sharing.first.weight]
-    for each in (kept["factors"][0], kept["by_name"]["a"]):
+    for each in (*kept["factors"][0], *kept["factors"][1], kept["by_name"]["a"]):
         assert not shared(each)
         each.lerp_(torch.zeros(SIDE, SIDE), 0.5)
 
@@ -447,6 +448,17 @@ def test_registered_buffers(sharing: Net, path: str) -> None:
     assert torch.equal(sharing.table, before)
     sharing.table.add_(1)
     assert shared(state["second.weight"])
+
+
+def test_buffers_that_a_load_writes(sharing: Net, path: str) -> None:
+    """Put in past the seams, as some libraries do."""
+    sharing.register_buffer("table", torch.zeros(SIDE, SIDE))
+    sharing._buffers["table"] = torch.load(path, map_location="cuda")["first.weight"]
+    assert shared(sharing.table)
+    state = {name: torch.ones_like(each) for name, each in sharing.state_dict().items()}
+    sharing.load_state_dict(state)
+    assert not shared(sharing.table)
+    assert bool(sharing.table.eq(1).all())
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")  # deprecated, torch says
