@@ -187,6 +187,11 @@ def test_a_refusal_is_a_copy(devices: Devices, entry: Any) -> None:
 def test_private_access(devices: Devices, entry: Any) -> None:
     token = torch_device.access.set("private")
     assert not shared(materialize(entry.get_slice("w"), "cuda", None))
+    configuration = modeling.LoadStateDictConfig(device_map={"": "cuda:0"})
+    assert transformers_load._sole_device(configuration) is None
+    reserved: list[Any] = []
+    transformers_load.POINTS[2].wrap(lambda *args: reserved.append(args))("", {"": 0}, None)
+    assert len(reserved) == 1, "the copies need as much"
     torch_device.access.reset(token)
 
 
