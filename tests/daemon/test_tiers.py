@@ -345,6 +345,21 @@ class TestRoom:
         if machine:
             assert tier.missing_bytes() == 0, "nothing is evicted for what nobody knows"
 
+    def test_what_fits_and_what_goes_is_as_set(
+        self, make: Callable[..., Harness], emulated_cuda: Emulated
+    ) -> None:
+        store = make(device_bytes="16M", eviction="never").device().store
+        padded = Opening(1, 3, 0, Identity(1, 3, 15 * MIB, 0, 0), "/3")
+        assert isinstance(store.open(padded, 1)[0], RefuseRequest)
+        first, second = (Identity(1, number, 9 * MIB, 0, 0) for number in (1, 2))
+        (start,) = store.open(Opening(1, 1, 0, first, "/1"), 1)
+        assert isinstance(start, StartIngest)
+        store.ingest_done(start.ingest, Ingested(A, 9 * MIB, True, 1), 1)
+        store.close_session(1, 1)
+        (refusal,) = store.open(Opening(2, 2, 0, second, "/2"), 1)
+        assert isinstance(refusal, RefuseRequest)
+        assert "TRIMS_DEVICE_BYTES" in str(refusal.error)
+
     def test_a_share_is_of_what_was_free_at_first(
         self, make: Callable[..., Harness], emulated_cuda: Emulated
     ) -> None:
