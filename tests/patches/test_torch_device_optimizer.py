@@ -621,6 +621,22 @@ def test_disabling_leaves_the_guards_while_they_are_needed(
         assert set(patches.applied()) == set(patches.requested()) == set()
 
 
+def test_load_state_dict_has_one_seam(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    (seam,) = (
+        each for each in torch_module.POINTS if each.target.endswith(":Module.load_state_dict")
+    )
+    applied = points.AppliedPatch(seam, points.PatchState.APPLIED)
+    probe = torch_unshare.POINTS[-1].probe
+    with monkeypatch.context() as patched:
+        patched.setattr(patches, "_applied", {patches.ELIDING: [applied]})
+        assert probe() == "torch_module does it"
+        applied.state = points.PatchState.SKIPPED
+        assert probe() is None
+        patched.setattr(torch_device, "runtime", torch_device.CudaRuntime())
+        patched.setattr(torch.version, "cuda", None)
+        assert probe() == "this torch is built without CUDA"
+
+
 def test_without_cuda_no_seam_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_device, "runtime", torch_device.CudaRuntime())
     monkeypatch.setattr(torch.version, "cuda", None)
