@@ -115,6 +115,8 @@ def _profiles(entry: _Table, directory: str) -> Iterator[tuple[str, LatencyProfi
     """Yield the kinds of devices and profiles of a ``latency_ms``."""
     for device, value in entry.items():
         try:
+            if value == "":
+                raise ValueError("this names no file of a profile")
             if isinstance(value, str):
                 yield device, load_profile(os.path.join(directory, value))
                 continue
