@@ -229,6 +229,7 @@ def test_json_has_null_where_no_number_is(
         ("{ 1 = 18, 4 = 55 }", "{ one = 18 }", "'one' is no batch size"),
         ("{ 1 = 18, 4 = 55 }", "{ 1 = 0 }", "a batch of 1 takes 0"),
         ("{ 1 = 18, 4 = 55 }", "7", "latency_ms.cpu is not a table"),
+        ("{ 1 = 18, 4 = 55 }", '""', "latency_ms.cpu: this names no file of a profile"),
         ("alpha = 0.4, beta = 3", "alpha = 0, beta = 0", "latency_ms.gpu: a batch of 1 takes 0"),
         ("max_batch_size = 64", "max_batch_size = 0", "max_batch_size is 0"),
         ("max_batch_size = 64", "max_batch_size = 1_000_000", "max_batch_size is 1000000; it has"),
