@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import os
 from pathlib import Path
@@ -365,6 +366,18 @@ class TestConfig:
                 texts = {each.name: "torch" if each.name == "patches" else "error"}
             differs = Config(texts, {}).daemon_hash() != before
             assert differs is each.is_daemons, each.name
+
+    def test_they_are_what_its_code_reads(self) -> None:
+        daemon = Path(config.PACKAGE_DIRECTORY, "daemon")
+        read = {
+            node.attr
+            for path in daemon.rglob("*.py")
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("config", "settings")
+        }
+        assert read & {each.name for each in SETTINGS} == {
+            each.name for each in SETTINGS if each.is_daemons
+        }
 
     def test_a_group_that_is_not_utf8(self) -> None:
         assert load({"TRIMS_GROUP": "\udcff"}).daemon_hash()
