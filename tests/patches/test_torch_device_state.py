@@ -15,7 +15,7 @@ from typing import Any
 import devices as emulation
 import pytest
 import torch
-from devices import Devices, events, shared
+from devices import Devices, events, reasons, shared
 from torch import nn
 
 from trims_shim import patches
@@ -284,6 +284,26 @@ def test_an_optimizer_that_is_gone_is_no_reason(on_device: Callable[..., Any]) -
     del optimizer
     ours.load_state_dict(on_device(Net()))
     assert shared_names(ours) == LARGE_PARAMETERS
+
+
+def test_a_checkpoint_of_training_in_host_memory_is_copied(
+    devices: Devices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepare: Any
+) -> None:
+    """A teacher, as DINO resumes one: no optimizer has it, and each step writes it."""
+    student, teacher = Net(), Net()
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    saved = {"teacher": Net().state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, tmp_path / "checkpoint.pt")
+    prepare(teacher)
+    monkeypatch.setattr(devices.runtime, "index", lambda device: 0)
+    monkeypatch.setattr(torch_device_elision, "_is_on_device", lambda tensor: True)
+    teacher.load_state_dict(torch.load(tmp_path / "checkpoint.pt", map_location="cpu")["teacher"])
+    assert shared_names(teacher) == set()
+    assert_equal(teacher, saved["teacher"])
+    assert reasons() == {"checkpoint_of_training": 1}
+    assert devices.opened == []
+    for theirs, ours in zip(teacher.parameters(), student.parameters(), strict=True):
+        theirs.data.mul_(0.9).add_(ours.detach().data, alpha=0.1)
 
 
 def test_a_renormalised_embedding_is_copied(on_device: Callable[..., Any], prepare: Any) -> None:

@@ -220,6 +220,41 @@ def test_a_parameter_of_an_optimizer_is_copied(
     assert_equal(ours, theirs)
 
 
+def test_a_checkpoint_of_training_is_copied(devices: Devices, tmp_path: Path) -> None:
+    """An average of weights that is resumed is written by each step, and no optimizer has it."""
+    theirs, average = Net(), Net()
+    optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
+    torch.save(
+        {"ema": theirs.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt"
+    )
+    with ExitToCpu():
+        average.load_state_dict(torch.load(tmp_path / "last.pt")["ema"])
+    average.to("cuda")
+    assert not any(are_shared(average).values())
+    assert_equal(average, theirs)
+    assert reasons() == {"checkpoint_of_training": 1}
+    assert devices.opened == []
+    for parameter in average.parameters():
+        parameter.data.lerp_(torch.zeros_like(parameter), 0.1)
+
+
+def test_a_file_is_read_once_for_all_moves(
+    devices: Devices, loaded: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers moves each tensor by itself."""
+    read: list[int] = []
+    look = torch_module_move.is_of_training
+    monkeypatch.setattr(
+        torch_module_move, "is_of_training", lambda file: read.append(len(file)) or look(file)
+    )
+    ours, theirs = loaded()
+    ours.first.to("cuda")
+    ours.second.to("cuda")
+    assert all(map(shared, (ours.first.weight, ours.second.weight)))
+    assert_equal(ours, theirs)
+    assert len(read) == 1
+
+
 def test_other_tensors_that_the_function_moves_are_torchs(
     devices: Devices, loaded: Callable[..., Any]
 ) -> None:

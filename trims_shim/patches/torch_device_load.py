@@ -7,7 +7,8 @@ over it from the recipe, as :mod:`.torch_load` does over host memory: ties, view
 and parameters are as torch makes them.
 
 A checkpoint with the state of an optimizer is about to be trained on, averaged or resumed: all of
-it becomes private copies, made on the device.
+it becomes private copies, made on the device. What is moved there from host memory is copied by
+torch (:func:`is_of_training`): programs write averages and teachers, which no optimizer has.
 
 Everything else takes the host tier and torch's own copies: a pickle that is more than a state dict,
 a callable ``map_location``, tensors for several devices, an absent device (torch then raises its
@@ -25,7 +26,7 @@ import torch
 
 from trims_shim import diagnostics
 from trims_shim.errors import FormatError, UnsupportedFormat
-from trims_shim.formats import Recipe, StorageSpec, TorchArchive, read_recipe
+from trims_shim.formats import Recipe, StorageSpec, TorchArchive, read_archive, read_recipe
 from trims_shim.patches import torch_device, torch_rebuild
 from trims_shim.patches.asking import absolute
 from trims_shim.patches.torch_device import Place
@@ -35,13 +36,14 @@ from trims_shim.patches.torch_rebuild import Built, collector_paused
 if TYPE_CHECKING:
     from trims_shim.client.device_arenas import DeviceArena
 
-__all__ = ["build", "may_apply"]
+__all__ = ["build", "is_of_training", "may_apply"]
 
 _CUDA = re.compile("cuda(:|[0-9]+)")
 """The pattern with which torch.serialization._deserialize recognises CUDA locations."""
 _PICKLE = "data.pkl"
 _OF_OPTIMIZERS = b"param_groups"
 """A key in the ``state_dict`` of every optimizer."""
+_TRAINING = "checkpoint_of_training"
 
 
 def may_apply(map_location: Any) -> bool:
@@ -138,12 +140,25 @@ def _access(pickle: bytes) -> Iterator[None]:
     if _OF_OPTIMIZERS not in pickle:
         yield
         return
-    torch_device.skip("checkpoint_of_training", what="torch.load")
+    torch_device.skip(_TRAINING, what="torch.load")
     token = torch_device.access.set("private")
     try:
         yield
     finally:
         torch_device.access.reset(token)
+
+
+@collector_paused()
+def is_of_training(file: memoryview) -> bool:
+    """Whether a file in host memory is a checkpoint to train on; counted as such if it is."""
+    try:
+        span = read_archive(file).records.get(_PICKLE)
+    except FormatError:  # of safetensors, most likely
+        return False
+    if span is None or _OF_OPTIMIZERS not in bytes(file[span.offset_bytes : span.end_bytes]):
+        return False
+    torch_device.skip(_TRAINING, what="a tensor that is moved")
+    return True
 
 
 class _Image:

@@ -24,7 +24,9 @@ tests/patches/test_torch_module_move.py.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +41,7 @@ from trims_shim.patches import torch_device, torch_unshare
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_copies import is_transformed
 from trims_shim.patches.torch_device import MIN_SHARED_BYTES, DevicePoint, Place
+from trims_shim.patches.torch_device_load import is_of_training
 from trims_shim.patches.torch_modes import has_foreign_mode
 
 if TYPE_CHECKING:
@@ -49,6 +52,8 @@ __all__ = ["POINTS", "Sources", "cuda_device", "device_tensor", "is_movable"]
 _TO = torch.Tensor.to
 _CUDA = torch.Tensor.cuda
 _FORMATS = (None, torch.preserve_format)
+_of_training: weakref.WeakKeyDictionary[Image, bool] = weakref.WeakKeyDictionary()
+"""What was found out about images: transformers asks for each tensor by itself."""
 
 
 class Sources:
@@ -92,17 +97,27 @@ class Sources:
             torch_device.skip("written", what="a tensor that is moved")
             return None
         image, offset_bytes = found
-        arena = self._arena(image, place)
+        arena = self._arena(image, address - offset_bytes, place)
         if arena is None:
             return None
         offset = torch_device.record_of(arena, offset_bytes, size_bytes)
         return None if offset is None else (arena, offset)
 
-    def _arena(self, image: Image, place: Place) -> DeviceArena | None:
+    def _arena(self, image: Image, address: int, place: Place) -> DeviceArena | None:
         key = (image, place.id)
         if key not in self._arenas:
-            self._arenas[key] = torch_device.arena_of_image(image, place)
+            is_private = _is_of_training(image, address)
+            self._arenas[key] = None if is_private else torch_device.arena_of_image(image, place)
         return self._arenas[key]
+
+
+def _is_of_training(image: Image, address: int) -> bool:
+    """Whether an image, mapped at ``address``, is a checkpoint to train on; read only once."""
+    found = _of_training.get(image)
+    if found is None:
+        file = (ctypes.c_char * image.size_bytes).from_address(address)
+        found = _of_training[image] = is_of_training(memoryview(file).cast("B"))
+    return found
 
 
 def is_movable(tensor: torch.Tensor) -> bool:
