@@ -41,6 +41,7 @@ PATCH_FILES = (
     (ELIDING, _TORCH, ("torch",), True),
     ("torch_unshare", _BOTH, ("torch",), True),
     ("torch_initializers", _BOTH, ("torch",), True),
+    ("torch_checkpoint", _BOTH, ("torch.distributed.checkpoint.default_planner",), True),
     ("torch_module_move", _TORCH, ("torch",), False),
     ("safetensors_numpy", _SAFETENSORS, ("safetensors.numpy",), False),
     ("safetensors_device", _SAFETENSORS, ("safetensors", "torch"), False),

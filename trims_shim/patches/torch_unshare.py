@@ -12,7 +12,8 @@ usual writers. For tensors elsewhere, each seam costs one lookup in an empty ind
 - an embedding renormalises its weight, also where ``max_norm`` was set, or given to the function,
   after the load;
 - ``AveragedModel`` updates its module; ``DistributedDataParallel``, FSDP, DeepSpeed and others
-  broadcast tensors to give all ranks the same weights;
+  broadcast tensors to give all ranks the same weights; ``torch.distributed.checkpoint`` loads into
+  them (:mod:`.torch_checkpoint`);
 - ``torch.multiprocessing`` sends a tensor: memory that is not torch's cannot be sent, a copy can;
 - peft writes to base weights and adapters (:mod:`.peft_merge`, :mod:`.peft_hotswap`), RWKV to its
   own (:mod:`.transformers_rwkv`).
