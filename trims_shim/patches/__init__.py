@@ -31,6 +31,7 @@ _SAFETENSORS = ("safetensors",)
 _ONNXRUNTIME = ("onnxruntime",)
 _MODELS = ("transformers.core_model_loading", "transformers.modeling_utils")
 _TUNERS = ("peft.tuners.tuners_utils", "peft.tuners.lora.layer")
+_ADAPTERS = ("peft.tuners.lora.arrow", "peft.tuners.oft.layer")
 _SESSIONS = ("onnxruntime.capi.onnxruntime_inference_collection",)
 PATCH_FILES = (
     # (patch file, settings that ask for it, modules whose import completes the library, is a guard)
@@ -48,6 +49,7 @@ PATCH_FILES = (
     ("safetensors_model", _SAFETENSORS, ("safetensors.torch",), False),
     ("transformers_load", _SAFETENSORS, _MODELS, False),
     ("peft_merge", _BOTH, _TUNERS, True),
+    ("peft_adapters", _BOTH, _ADAPTERS, True),
     ("peft_hotswap", _BOTH, ("peft.utils.hotswap",), True),
     ("transformers_rwkv", _BOTH, ("transformers.models.rwkv.modeling_rwkv",), True),
     ("accelerate_buffers", _BOTH, ("accelerate.utils.modeling",), True),

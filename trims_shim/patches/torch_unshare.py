@@ -15,8 +15,8 @@ usual writers. For tensors elsewhere, each seam costs one lookup in an empty ind
   broadcast tensors to give all ranks the same weights; ``torch.distributed.checkpoint`` loads into
   them (:mod:`.torch_checkpoint`);
 - ``torch.multiprocessing`` sends a tensor: memory that is not torch's cannot be sent, a copy can;
-- peft writes to base weights and adapters (:mod:`.peft_merge`, :mod:`.peft_hotswap`), RWKV to its
-  own (:mod:`.transformers_rwkv`).
+- peft writes to base weights and adapters (:mod:`.peft_merge`, :mod:`.peft_hotswap`,
+  :mod:`.peft_adapters`), RWKV to its own (:mod:`.transformers_rwkv`).
 
 Every parameter, view, alias and ``.data`` over the same storage becomes private with it
 (:mod:`.torch_repoint`). Parameters that their module writes in passing
