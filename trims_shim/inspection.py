@@ -287,7 +287,8 @@ def _look(the_cache: Cache, problems: tuple[str, ...]) -> Description:
 def _import_libraries() -> None:
     names = dict.fromkeys(name for _, _, modules, _ in patches.PATCH_FILES for name in modules)
     for module in names:
-        if module.startswith(("transformers", "peft")):  # slower than all the others together
+        # Slower than all the others together.
+        if module.startswith(("transformers", "peft", "diffusers")):
             continue
         # A missing or broken library shows as "waiting".
         with contextlib.suppress(Exception):

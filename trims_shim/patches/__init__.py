@@ -52,6 +52,7 @@ PATCH_FILES = (
     ("peft_adapters", _BOTH, _ADAPTERS, True),
     ("peft_hotswap", _BOTH, ("peft.utils.hotswap",), True),
     ("transformers_rwkv", _BOTH, ("transformers.models.rwkv.modeling_rwkv",), True),
+    ("diffusers_shap_e", _BOTH, ("diffusers.pipelines.shap_e.renderer",), True),
     ("accelerate_buffers", _BOTH, ("accelerate.utils.modeling",), True),
     ("onnxruntime_options", _ONNXRUNTIME, _SESSIONS, False),
     ("onnxruntime_session", _ONNXRUNTIME, _SESSIONS, False),

@@ -16,7 +16,8 @@ usual writers. For tensors elsewhere, each seam costs one lookup in an empty ind
   them (:mod:`.torch_checkpoint`);
 - ``torch.multiprocessing`` sends a tensor: memory that is not torch's cannot be sent, a copy can;
 - peft writes to base weights and adapters (:mod:`.peft_merge`, :mod:`.peft_hotswap`,
-  :mod:`.peft_adapters`), RWKV to its own (:mod:`.transformers_rwkv`).
+  :mod:`.peft_adapters`), RWKV and Shap-E to their own (:mod:`.transformers_rwkv`,
+  :mod:`.diffusers_shap_e`).
 
 Every parameter, view, alias and ``.data`` over the same storage becomes private with it
 (:mod:`.torch_repoint`). Parameters that their module writes in passing
