@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from random import Random
 from typing import Any
@@ -17,6 +18,7 @@ from tests.batching.staged.decoding.decoders import VOCABULARY, HandWritten
 from tests.batching.staged.decoding.test_generating import Arrivals, decoder, prompt
 from trims_shim.batching import Batcher
 from trims_shim.batching.collating.padding import Pad
+from trims_shim.batching.policies.window import Window
 from trims_shim.batching.staged.decoding.generating import generation
 from trims_shim.batching.staged.decoding.sampling import (
     Chance,
@@ -188,6 +190,34 @@ def test_requests_draw_what_each_draws_alone(batch_sizes: list[int] | None) -> N
             assert future.result(PATIENCE_S).tolist() == drawn_by_hand(number)
         with pytest.raises(ValueError, match="top_p is 7"):
             batcher({"input_ids": [1], "temperature": 1, "top_p": 7})
+
+
+class Overflowing(HandWritten):
+    """As one of few bits: its scores are no numbers for a token that is far behind."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, *rest: Any) -> Tensor:
+        is_far = positions[:, -1:] > 30
+        return super().forward(tokens, positions, *rest).masked_fill(is_far, math.nan)
+
+
+@pytest.mark.parametrize("batch_sizes", [None, [4]])
+def test_who_cannot_be_drawn_for_fails_alone(batch_sizes: list[int] | None) -> None:
+    """The others neither begin anew nor lose what they have heard."""
+    model = generation(Overflowing(), max_new_tokens=MOST)
+    wait = functools.partial(Window, wait_ms=1e6)
+    with Batcher(
+        model, collate="list", policy=wait, max_batch_size=3, batch_sizes=batch_sizes
+    ) as batcher:
+        stream = batcher.stream(item(1))
+        other = batcher.submit(item(2))
+        failing = batcher.submit({"input_ids": [1] * 28, "temperature": 1.0})
+        assert torch.cat(list(stream)).tolist() == drawn_by_hand(1)
+        assert other.result(PATIENCE_S).tolist() == drawn_by_hand(2)
+        with pytest.raises(RuntimeError, match="nan"):
+            failing.result(PATIENCE_S)
+        batcher.drain(PATIENCE_S)
+        assert batcher.stage_stats().failures == 0
+        assert batcher.stats().failed == 1
 
 
 def test_padded_prompts_draw_the_same() -> None:

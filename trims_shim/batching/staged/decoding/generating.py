@@ -214,7 +214,7 @@ class _Generator:
         return EarlyExit(finished, results, _take(state, going) if going else None)
 
     def step(self, state: _Decoding) -> Stepped:
-        """One more token for each row, or the error that the decoder raises for it alone."""
+        """One more token for each row, or the error that is raised for it alone."""
         import torch
 
         found = _apart(functools.partial(self._next, state), list(range(len(state.chances))))
@@ -223,7 +223,7 @@ class _Generator:
             raise found[0][1]
         with torch.inference_mode():
             scores, past = found[0][1] if len(found) == 1 else _together(found, state.past)
-            tokens, budgets = chosen(scores, state.chances), state.budgets - 1
+            tokens, budgets = chosen(scores, state.chances, failed), state.budgets - 1
             is_last = self._is_last(tokens, budgets)
             is_old = torch.zeros_like(is_last)
             after = _Decoding(tokens, state.lengths + 1, budgets, is_old, state.chances, past)

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trims_shim.diagnostics import pass_on
+
 __all__ = ["GREEDY", "Chance", "Sampling", "chance_of", "chosen", "processed"]
 
 _LARGEST_SEED = (1 << 63) - 1
@@ -75,8 +77,14 @@ def chance_of(asked: Mapping[str, Any], default: Sampling, device: Any) -> Chanc
     return Chance(sampling, generator.manual_seed(int(seed)))
 
 
-def chosen(scores: Any, chances: Sequence[Chance | None]) -> Any:
-    """The next token of each row, ``[batch]``, from scores ``[batch, vocabulary]``."""
+def chosen(
+    scores: Any, chances: Sequence[Chance | None], failed: dict[int, Exception] | None = None
+) -> Any:
+    """The next token of each row, ``[batch]``, from scores ``[batch, vocabulary]``.
+
+    A row of scores that are no numbers, as of a model that overflows, cannot be drawn from: torch
+    raises RuntimeError. With ``failed``, the errors are put there by row instead.
+    """
     import torch
 
     tokens = scores.argmax(-1)
@@ -92,7 +100,14 @@ def chosen(scores: Any, chances: Sequence[Chance | None]) -> Any:
             chance = chances[row]
             if chance not in drawn:
                 assert chance is not None
-                drawn[chance] = torch.multinomial(of_row, 1, generator=chance.generator)[0, 0]
+                try:
+                    drawn[chance] = torch.multinomial(of_row, 1, generator=chance.generator)[0, 0]
+                except Exception as error:
+                    pass_on(error)
+                    if failed is None:
+                        raise
+                    failed[row] = error
+                    continue
             tokens[row] = drawn[chance]
     return tokens
 
