@@ -109,17 +109,35 @@ def test_ends_are_those_of_the_generation_config() -> None:
     assert without.tolist() == first
 
 
-def test_what_else_the_generation_config_has_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "is_heeded"),
+    [
+        ("repetition_penalty", 1.3, True),
+        ("repetition_penalty", 1.0, False),
+        ("num_beams", 1, False),
+        ("no_repeat_ngram_size", 1, True),
+        ("no_repeat_ngram_size", 0, False),
+        ("min_new_tokens", 1, True),
+        ("forced_eos_token_id", 0, True),
+        ("forced_eos_token_id", 1, True),
+    ],
+)
+def test_what_else_the_generation_config_has_is_warned_of(
+    name: str, value: float, *, is_heeded: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     model = model_of("gpt2")
     generation(model, max_new_tokens=MOST)
     assert not caplog.records
-    model.generation_config.repetition_penalty = 1.3
+    before = getattr(model.generation_config, name)
+    setattr(model.generation_config, name, value)
     try:
         generation(model, max_new_tokens=MOST)
     finally:
-        model.generation_config.repetition_penalty = None
-    (record,) = caplog.records
-    assert "has repetition_penalty=1.3, which" in record.getMessage()
+        setattr(model.generation_config, name, before)
+    found = [
+        record.getMessage().partition(f" has {name}={value}, which")[1] for record in caplog.records
+    ]
+    assert found == [f" has {name}={value}, which"] * is_heeded
 
 
 @pytest.mark.parametrize(

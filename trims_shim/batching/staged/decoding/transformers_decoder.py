@@ -40,6 +40,8 @@ _OTHER_SCORES = (
     "num_beams",
 )
 """Settings of a generation config that make other tokens the likeliest ones."""
+_FACTORS = frozenset(["repetition_penalty", "guidance_scale", "num_beams"])
+"""Those that change nothing as 1. Others change nothing as 0 or empty, and tokens only as None."""
 
 
 class TransformersDecoder:
@@ -137,7 +139,7 @@ def _longest(config: Any) -> int | None:
 
 def _warn_of_other_scores(name: str, config: Any) -> None:
     found = {each: getattr(config, each, None) for each in _OTHER_SCORES}
-    asked = [f"{each}={value}" for each, value in found.items() if value and value != 1]
+    asked = [f"{each}={value}" for each, value in found.items() if _is_heeded(each, value)]
     if asked:
         _logger.warning(
             "the generation config of %s has %s, which model.generate heeds and `generation` does "
@@ -145,6 +147,12 @@ def _warn_of_other_scores(name: str, config: Any) -> None:
             name,
             ", ".join(asked),
         )
+
+
+def _is_heeded(name: str, value: Any) -> bool:
+    if name.endswith("_token_id"):
+        return value is not None
+    return bool(value) and not (value == 1 and name in _FACTORS)
 
 
 def _is_causal(model: Any) -> bool:
