@@ -221,6 +221,9 @@ def test_tuples_are_padded_part_by_part() -> None:
         (torch.ones(2, dtype=torch.bool), 2, "torch.bool cannot hold"),
         (np.ones(2, dtype=np.int8), 200, "int8 cannot hold the pad value 200"),
         (np.ones(2, dtype=np.int8), float("nan"), "cannot hold"),
+        (np.ones(2, dtype=np.int8), float("-inf"), "int8 cannot hold the pad value -inf"),
+        (torch.ones(2, dtype=torch.int64), float("inf"), "torch.int64 cannot hold"),
+        (torch.ones(2, dtype=torch.bool), float("inf"), "torch.bool cannot hold"),
         (np.array(["a"]), 0, "cannot be padded with a number"),
     ],
 )

@@ -180,7 +180,7 @@ def _without_graph(tensor: Any) -> Any:
 
 def _check_fits(value: float, dtype: Any, limits_of: Any) -> None:
     lowest, highest = (0, 1) if limits_of is None else (limits_of(dtype).min, limits_of(dtype).max)
-    if value != value or int(value) != value or not lowest <= value <= highest:
+    if not lowest <= value <= highest or int(value) != value:
         raise ValueError(f"{dtype} cannot hold the pad value {value}")
 
 
