@@ -157,6 +157,7 @@ def test_no_streams_need_no_groups() -> None:
         ({"largest": 0}, "largest is 0"),
         ({"streams": {"x": Stream("z", 1)}}, "'x' asks for 'z', which is no model"),
         ({"streams": {"x": Stream("a", 0)}}, "'x' has a rate of 0"),
+        ({"streams": {"x": Stream("a", 5e-324)}}, "'x' has a rate of 5e-324"),
         ({"models": {"a": HostedModel(0, 1)}}, "'a' has a throughput of 0"),
         ({"models": {"a": HostedModel(1, -1)}}, "'a' needs -1 bytes"),
     ],

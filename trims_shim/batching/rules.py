@@ -7,7 +7,6 @@ time.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Sequence
 from typing import Protocol
@@ -20,6 +19,8 @@ from trims_shim.batching.protocol import Drop, DropReason, Finished, Request
 __all__ = ["Rule", "RuleMaker", "duration_ns"]
 
 _NS_PER_MS = 1_000_000
+_LONGEST_MS = 1e12
+"""Decades; threads cannot wait for much longer."""
 
 
 class Rule(ABC):
@@ -135,14 +136,14 @@ class RuleMaker(Protocol):
 
 def duration_ns(option: str, duration_ms: float) -> int:
     """Convert a policy's option from milliseconds. Raises TypeError for no number, ValueError for a
-    negative or an infinite one.
+    negative one or more than decades.
     """
     try:
-        is_duration = 0 <= duration_ms < math.inf
+        is_duration = 0 <= duration_ms <= _LONGEST_MS
     except TypeError:
         raise TypeError(
             f"{option} is {duration_ms!r}; it has to be a number of milliseconds"
         ) from None
     if not is_duration:
-        raise ValueError(f"{option} is {duration_ms}; it has to be 0 or more, and finite")
+        raise ValueError(f"{option} is {duration_ms}; it has to be from 0 to {_LONGEST_MS:g}")
     return round(float(duration_ms) * _NS_PER_MS)

@@ -212,7 +212,7 @@ def _check(
     for name, stream in streams.items():
         if stream.model not in models:
             raise ValueError(f"{name!r} asks for {stream.model!r}, which is no model")
-        if not 0 < stream.rate_qps < math.inf:
+        if not 0 < stream.rate_qps / models[stream.model].throughput_qps < math.inf:
             raise ValueError(f"{name!r} has a rate of {stream.rate_qps}")
 
 
