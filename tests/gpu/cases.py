@@ -57,6 +57,7 @@ class Net(nn.Module):
 
 def make_files(directory: str) -> None:
     """All files that cases load; runs without the shim."""
+    import torch.distributed.checkpoint as checkpoints
     from safetensors.torch import save_file
 
     torch.manual_seed(0)
@@ -71,6 +72,11 @@ def make_files(directory: str) -> None:
     aliases = {"a": tied, "b": tied, "row": tied[3], "transposed": tied.t()}
     torch.save(aliases, _path(directory, "aliases.pt"))
     torch.save(_recurrent().state_dict(), _path(directory, "recurrent.pt"))
+    training = {"model": state, "optimizer": torch.optim.SGD(net.parameters()).state_dict()}
+    torch.save(training, _path(directory, "training.pt"))
+    torch.save({0: {"factors": [tied, tied + 1]}}, _path(directory, "factors.pt"))
+    parts = {name: each + 1 for name, each in state.items()}
+    checkpoints.save(parts, checkpoint_id=_path(directory, "checkpoint"))
 
 
 def _recurrent(**where: Any) -> nn.LSTM:
@@ -315,6 +321,28 @@ def others_write_privately(directory: str) -> Result:
         "parallel": _digest(output),
         "again": _seen(again),
         "_shared": _share([net.layers[1].weight]),
+    }
+
+
+@case
+def what_is_resumed_is_private(directory: str) -> Result:
+    """A model that a checkpoint is read into, a teacher, and lists in an optimizer's state."""
+    import torch.distributed.checkpoint as checkpoints
+
+    net = _net(torch.load(_path(directory, "state.pt"), map_location="cuda"))
+    checkpoints.load(net.state_dict(), checkpoint_id=_path(directory, "checkpoint"))
+    teacher = _net(torch.load(_path(directory, "training.pt"), map_location="cpu")["model"])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    factors = torch.load(_path(directory, "factors.pt"), map_location="cuda")
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": factors})
+    kept = optimizer.state[net.conv.weight]["factors"]
+    with torch.no_grad():
+        for each in (*teacher.parameters(), *kept):
+            each.mul_(0.5)
+    return {
+        "net": _seen(net.state_dict()),
+        "teacher": _seen(teacher.state_dict()),
+        "factors": [_digest(each) for each in kept],
     }
 
 
