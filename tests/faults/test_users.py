@@ -87,6 +87,20 @@ def test_a_daemon_of_another_user_is_not_trusted(world: World) -> None:
     impostor.kill()
 
 
+def test_who_is_not_in_the_group_is_told_so(shared: World) -> None:
+    """Not that none answers, and to start one: it runs, and that is nothing this user may do."""
+    os.chmod(shared.file(1), 0o644)
+    said = shared.run(
+        TRY + AS_NOBODY.replace(str(NOBODY), str(NOBODY - 1)) + "try:\n"
+        f" open_file({shared.file(1)!r})\nexcept errors.TrimsError as error:\n"
+        " say([type(error).__name__, str(error)])\n",
+        autostart="0",
+    )
+    assert said[0] == "DaemonUnavailable"
+    assert "Permission denied" in said[1]
+    assert "join the group for which it is (TRIMS_GROUP)" in said[1]
+
+
 def test_what_may_be_read_is_served(shared: World) -> None:
     path = shared.file(1)
     os.chmod(path, 0o644)

@@ -558,8 +558,14 @@ def _connect(endpoint: Endpoint, *, timeout_s: float) -> socket.socket:
         connection.close()
         # A missing socket needs no reason: no daemon was started, or it ended as it should.
         why = "" if isinstance(error, FileNotFoundError) else f" ({error.strerror or error})"
+        advice = endpoint.how_to_start()
+        if isinstance(error, PermissionError):  # one may run all the same
+            advice = (
+                "join the group for which it is (TRIMS_GROUP), or set TRIMS_SOCKET_DIR to a "
+                "directory of yours"
+            )
         raise DaemonUnavailable(
-            f"no daemon answers at {endpoint.handover}{why}; {endpoint.how_to_start()}"
+            f"no daemon answers at {endpoint.handover}{why}; {advice}"
         ) from error
     if peer.uid not in (os.geteuid(), 0):
         connection.close()
