@@ -128,8 +128,9 @@ class TestFile:
             b'log = "\xff\xfe"',
             b"x = " + b"[" * 20_000,
             b"log = 'info'\nlog = 'info'",
+            b"min_bytes = 0x" + b"f" * 5_000,
         ],
-        ids=["no value", "no key", "not UTF-8", "brackets without end", "a key twice"],
+        ids=["no value", "no key", "not UTF-8", "no end", "a key twice", "too many digits"],
     )
     def test_a_broken_file_is_a_config_error(self, home: Path, content: bytes) -> None:
         (home / "trims" / "trims.toml").write_bytes(content)
@@ -140,6 +141,11 @@ class TestFile:
         (home / "trims" / "trims.toml").mkdir()
         with pytest.raises(ConfigError, match="cannot be read"):
             load({"XDG_CONFIG_HOME": str(home)})
+
+    @pytest.mark.parametrize("name", ["socket_dir", "cache_dir", "log_file", "group", "exclude"])
+    def test_a_nul_character(self, home: Path, name: str) -> None:
+        with pytest.raises(ConfigError, match=rf"key {name} in .*'~a\\x00b' has a NUL character"):
+            load(write(home, f'{name} = "~a\\u0000b"'))
 
     def test_types_of_toml(self, home: Path) -> None:
         settings = load(

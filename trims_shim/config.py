@@ -446,6 +446,8 @@ class Config:
         for name, text in texts.items():
             setting = _BY_NAME[name]
             try:
+                if "\0" in text:  # the system calls take no such path or name
+                    raise ConfigError(f"{text!r} has a NUL character")
                 self._values[name] = setting.parse(text)
             except ConfigError as error:
                 raise ConfigError(f"{self._place(setting)}: {error}; see `trims info`") from None
@@ -568,12 +570,13 @@ def _read_file(path: str) -> dict[str, str]:
     try:
         with open(path, "rb") as file:
             table = load_toml(file)
-    # ValueError: TOMLDecodeError and UnicodeDecodeError; RecursionError: brackets without end.
+        for name in table:
+            _check_known(name, f"key {name} in {path}")
+        return {name: _as_text(name, value) for name, value in table.items()}
+    # ValueError: TOMLDecodeError, UnicodeDecodeError, and integers of more digits than Python
+    # converts; RecursionError: brackets without end.
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    for name in table:
-        _check_known(name, f"key {name} in {path}")
-    return {name: _as_text(name, value) for name, value in table.items()}
 
 
 def load_toml(file: BinaryIO) -> dict[str, Any]:
