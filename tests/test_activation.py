@@ -237,7 +237,8 @@ points = trims_shim.info()["patches"]
 points = [point for point in points if "built without CUDA" not in point["reason"]]
 points = [point for point in points if point["reason"] != "torch_module does it"]
 points = [point for point in points if point["library"] == "torch"]
-late = ("torch.export.", "torch.distributed.checkpoint.")  # imported by the programs that use them
+# imported by the programs that use them
+late = ("torch.export.", "torch.distributed.checkpoint.", "torch.distributed.tensor.")
 states = {(point["target"].startswith(late), point["state"]) for point in points}
 assert states == {(False, "applied"), (True, "waiting")}, points
 """

@@ -43,6 +43,7 @@ PATCH_FILES = (
     ("torch_unshare", _BOTH, ("torch",), True),
     ("torch_initializers", _BOTH, ("torch",), True),
     ("torch_checkpoint", _BOTH, ("torch.distributed.checkpoint.default_planner",), True),
+    ("torch_dtensor", _BOTH, ("torch.distributed.tensor._collective_utils",), True),
     ("torch_module_move", _TORCH, ("torch",), False),
     ("safetensors_numpy", _SAFETENSORS, ("safetensors.numpy",), False),
     ("safetensors_device", _SAFETENSORS, ("safetensors", "torch"), False),

@@ -12,8 +12,9 @@ usual writers. For tensors elsewhere, each seam costs one lookup in an empty ind
 - an embedding renormalises its weight, also where ``max_norm`` was set, or given to the function,
   after the load;
 - ``AveragedModel`` updates its module; ``DistributedDataParallel``, FSDP, DeepSpeed and others
-  broadcast tensors to give all ranks the same weights; ``torch.distributed.checkpoint`` loads into
-  them (:mod:`.torch_checkpoint`);
+  broadcast tensors to give all ranks the same weights (``distribute_tensor`` by a name of its own:
+  :mod:`.torch_dtensor`); ``torch.distributed.checkpoint`` loads into them
+  (:mod:`.torch_checkpoint`);
 - ``torch.multiprocessing`` sends a tensor: memory that is not torch's cannot be sent, a copy can;
 - peft writes to base weights and adapters (:mod:`.peft_merge`, :mod:`.peft_hotswap`,
   :mod:`.peft_adapters`), RWKV and Shap-E to their own (:mod:`.transformers_rwkv`,
@@ -42,6 +43,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trims_shim import diagnostics, patches
 from trims_shim.patches import torch_device
@@ -57,6 +59,7 @@ __all__ = [
     "unshare",
     "unshare_buffer",
     "unshare_module",
+    "wrap_broadcast",
     "writes_own_parameters",
     "writing_module",
     "writing_tensor",
@@ -78,7 +81,9 @@ def unshare(tensors: Iterable[Any], why: str) -> None:
 
     Searching for aliases costs the same for many tensors as for one, so call this once for all.
     """
-    shared = [each for each in tensors if isinstance(each, torch.Tensor) and is_shared(each)]
+    if not torch_device.is_any_shared():
+        return
+    shared = [part for each in tensors for part in _parts(each) if is_shared(part)]
     if not shared:
         return
     # Without the lock, a second thread would put its copy over what the first has written since.
@@ -93,6 +98,15 @@ def unshare(tensors: Iterable[Any], why: str) -> None:
         _warn_of_aliases()
     if torch_device.are_addresses_kept():
         _warn_of_graphs()
+
+
+def _parts(value: Any) -> Iterator[torch.Tensor]:
+    """Yield a tensor, or those that one without memory of its own wraps: of a DTensor its shard."""
+    if is_traceable_wrapper_subclass(value):
+        for name in value.__tensor_flatten__()[0]:
+            yield from _parts(getattr(value, name))
+    elif isinstance(value, torch.Tensor):
+        yield value
 
 
 @functools.lru_cache(maxsize=1)
@@ -189,8 +203,8 @@ def writing_module(why: str) -> Callable[[Callable[..., Any]], Callable[..., Any
     return wrap
 
 
-_writing_to_all = functools.lru_cache(maxsize=1)(writing_tensor("tensor", "distributed"))
-"""Both names of broadcast share one wrapper: pickle finds it by one of them."""
+wrap_broadcast = functools.lru_cache(maxsize=1)(writing_tensor("tensor", "distributed"))
+"""All names of broadcast share one wrapper: pickle finds it by one of them."""
 
 
 def _wrap_add_param_group(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -340,8 +354,8 @@ POINTS: tuple[PatchPoint, ...] = (
     DevicePoint("torch.nn.modules.module:Module.register_buffer", "2.4+", _wrap_register),
     # torch.nn.functional calls this one from a function that TorchScript knows.
     DevicePoint("torch:embedding_renorm_", "2.4+", writing_tensor("input", "renorm")),
-    DevicePoint("torch.distributed:broadcast", "2.4+", _writing_to_all),
-    DevicePoint("torch.distributed.distributed_c10d:broadcast", "2.4+", _writing_to_all),
+    DevicePoint("torch.distributed:broadcast", "2.4+", wrap_broadcast),
+    DevicePoint("torch.distributed.distributed_c10d:broadcast", "2.4+", wrap_broadcast),
     DevicePoint("torch.distributed:_broadcast_coalesced", "2.4+", _wrap_broadcasts),
     PatchPoint(
         "torch.nn.modules.module:Module.load_state_dict",
