@@ -1,0 +1,83 @@
+"""Averages that diffusers copies into a model whose parameters are shared. With the real library
+where it is installed; the stand-in writes as diffusers 0.42 does."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import devices as emulation
+import pytest
+import torch
+from devices import shared
+from torch import nn
+
+from trims_shim.patches import diffusers_average, torch_load, torch_module
+
+SIDE = 256
+
+
+class EMAModel:
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.shadow_params = [each.clone().detach() for each in parameters]
+        self.temp_stored_params: list[torch.Tensor] = []
+
+    def store(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.temp_stored_params = [each.detach().cpu().clone() for each in parameters]
+
+    def copy_to(self, parameters: Iterable[nn.Parameter]) -> None:
+        for average, parameter in zip(self.shadow_params, list(parameters), strict=True):
+            parameter.data.copy_(average.data)
+
+    def restore(self, parameters: Iterable[nn.Parameter]) -> None:
+        for stored, parameter in zip(self.temp_stored_params, parameters, strict=True):
+            parameter.data.copy_(stored.data)
+
+
+@pytest.fixture
+def average_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The class."""
+    name = "diffusers.training_utils"
+    try:
+        module = __import__(name, fromlist=["*"])
+    except ImportError:
+        module = types.ModuleType(name)
+        vars(module)[EMAModel.__name__] = EMAModel
+        monkeypatch.setitem(sys.modules, name, module)
+    points = *torch_load.POINTS[:2], *torch_module.POINTS[:1], *diffusers_average.POINTS
+    with emulation.emulated(monkeypatch, *points):
+        yield module.EMAModel
+
+
+@pytest.fixture
+def path(average_of: Any, tmp_path: Path) -> Path:
+    path = tmp_path / "model.pt"
+    torch.save(nn.Linear(SIDE, SIDE).state_dict(), path)
+    return path
+
+
+def sharing(path: Path) -> nn.Linear:
+    """A module on shared memory."""
+    layer = nn.Linear(SIDE, SIDE)
+    layer.load_state_dict(torch.load(path, map_location="cuda"))
+    assert shared(layer.weight)
+    return layer
+
+
+def test_averages_for_inference(average_of: Any, path: Path) -> None:
+    theirs, ours = nn.Linear(SIDE, SIDE), sharing(path)
+    average_of(theirs.parameters()).copy_to(ours.parameters())
+    assert torch.equal(ours.weight, theirs.weight)
+    assert torch.equal(ours.bias, theirs.bias)
+
+
+def test_weights_that_are_restored(average_of: Any, path: Path) -> None:
+    theirs, ours = nn.Linear(SIDE, SIDE), sharing(path)
+    average = average_of(theirs.parameters())
+    average.store(theirs.parameters())
+    average.restore(ours.parameters())
+    assert torch.equal(ours.weight, theirs.weight)
+    assert torch.equal(ours.bias, theirs.bias)
