@@ -155,6 +155,9 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "another dtype": lambda module: module.to("cuda", torch.float16),
     "another dtype by name": lambda module: module.to("cuda", dtype=torch.float16),
     "a forced copy": lambda module: module._apply(lambda each: each.to("cuda", copy=True)),
+    "a forced copy by position": lambda module: module._apply(
+        lambda each: each.to("cuda", each.dtype, False, True)
+    ),
     "another tensor": lambda module: module._apply(lambda each: each.to(torch.empty(0))),
     "half": lambda module: module.half(),
     "the cpu": lambda module: module.to("cpu"),
@@ -191,6 +194,24 @@ def test_what_was_written_is_copied(devices: Devices, loaded: Callable[..., Any]
     assert are_shared(ours)["second.weight"] is True
     assert_equal(ours, theirs)
     assert reasons() == {"written": 1}
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "conjugated": torch.conj,
+    "negated": torch._neg_view,
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_parameter_that_says_otherwise_than_its_bytes_is_copied(
+    devices: Devices, loaded: Callable[..., Any], view: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    ours, theirs = loaded(lambda: nn.Linear(SIDE, SIDE, bias=False, dtype=torch.complex64))
+    for module in (ours, theirs):
+        module.weight = nn.Parameter(view(module.weight.detach()))
+    ours.to("cuda")
+    assert not shared(ours.weight)
+    assert_equal(ours, theirs)
 
 
 def test_a_parameter_with_a_gradient_is_copied(
