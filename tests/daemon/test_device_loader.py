@@ -141,6 +141,14 @@ def test_a_known_image_is_only_hashed(harness: Harness) -> None:
     assert harness.image_bytes() == RESIDENT
 
 
+def test_a_file_without_a_hint_is_read_once(harness: Harness) -> None:
+    number = harness.start()
+    meter = harness.loader.meters()[number]
+    assert harness.finish().error is None
+    assert meter.done_bytes == len(CONTENT)
+    harness.loader.discard(number)
+
+
 def test_a_wrong_hint_costs_a_second_read(harness: Harness) -> None:
     number = harness.start(is_likely_known=True)
     meter = harness.loader.meters()[number]

@@ -415,6 +415,7 @@ def test_private_access(devices: Devices, loaded: Callable[..., Any]) -> None:
     torch_device.access.reset(token)
     assert not any(are_shared(ours).values())
     assert_equal(ours, theirs)
+    assert devices.opened == [], "no image is kept for what is copied"
 
 
 class Watching(torch.overrides.TorchFunctionMode):
