@@ -432,8 +432,9 @@ def test_several_devices(devices: Devices, save: Callable[..., str]) -> None:
         registry[:] = kept
     outcome(lambda: torch.load(path))
     outcome(lambda: torch.load(path, map_location={"cpu": "cuda:1"}))
+    outcome(lambda: torch.load(path, map_location={"cuda:1": "cuda:0"}))  # and the CPU
     assert devices.opened == []
-    assert reasons() == {"several_devices": 2}
+    assert reasons() == {"several_devices": 3}
     same = torch.load(path, map_location={"cpu": "cuda:1", "cuda:0": "cuda:1"})
     assert all(shared(value) for value in same.values())
 
