@@ -187,6 +187,7 @@ def test_a_refusal_is_a_copy(devices: Devices, entry: Any) -> None:
 def test_private_access(devices: Devices, entry: Any) -> None:
     token = torch_device.access.set("private")
     assert not shared(materialize(entry.get_slice("w"), "cuda", None))
+    assert devices.opened == [], "no image is kept for what is copied"
     configuration = modeling.LoadStateDictConfig(device_map={"": "cuda:0"})
     assert transformers_load._sole_device(configuration) is None
     reserved: list[Any] = []
@@ -198,8 +199,10 @@ def test_private_access(devices: Devices, entry: Any) -> None:
 def test_while_inactive(devices: Devices, entry: Any) -> None:
     """All is transformers' own."""
     reserved: list[Any] = []
+    before = entry.get_tensor("w")
     token = patches.overridden.set(False)
-    assert not shared(materialize(entry.get_slice("w"), "cuda", None))
+    for source in (entry.get_slice("w"), before):
+        assert not shared(materialize(source, "cuda", None))
     transformers_load.POINTS[2].wrap(lambda *args: reserved.append(args))("", {"": 0}, None)
     patches.overridden.reset(token)
     assert devices.opened == []
@@ -268,6 +271,7 @@ def test_large_buffers_become_private(entry: Any) -> None:
         ({"": "cpu"}, None, None),
         ({}, None, None),
         (None, None, None),
+        ("auto", None, None),
         ({"": "cuda:0"}, "quantizer", None),
     ],
     ids=str,
