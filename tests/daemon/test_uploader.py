@@ -681,6 +681,36 @@ class TestLegacy:
         assert harness.uploader.keeps(number)
         harness.uploader.free(number)
 
+    def test_a_job_that_fails_costs_no_image(
+        self, make: Callable[..., Harness], source: int
+    ) -> None:
+        """The process goes on with its memory, although its context may be broken."""
+        harness = make(backend="ipc")
+        first, _ = self.upload(harness, source)
+        failed = duties.UploadFailed(0, "DriverFailure", "its context is broken")
+        with harness.uploader.job() as job:
+            assert isinstance(job._failure(failed), DriverFailure)
+        second, _ = self.upload(harness, source)
+        assert harness.deaths == 0
+        for each in (first, second):
+            assert harness.uploader.keeps(each)
+            harness.uploader.free(each)
+
+    @pytest.mark.parametrize(
+        "emulated_environment", [{"fail": "cuMemcpyHtoDAsync:1"}], indirect=True, ids=["copy"]
+    )
+    def test_one_whose_driver_failed_makes_no_more_images(
+        self, make: Callable[..., Harness], source: int
+    ) -> None:
+        harness = make(backend="ipc")
+        with pytest.raises(DriverFailure, match="cuMemcpyHtoDAsync"):
+            self.upload(harness, source)
+        process = harness.uploader._process
+        assert process is not None
+        process.join()
+        assert process.is_dead
+        assert self._linear(harness) == 0
+
     @staticmethod
     def _linear(harness: Harness) -> int:
         allocations = harness.machine.allocations()
