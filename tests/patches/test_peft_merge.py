@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import devices as emulation
@@ -104,6 +105,18 @@ def test_merge_and_unmerge(tuner: BaseTuner) -> None:
     tuner.merge_adapter(safe_merge=False)
     assert torch.equal(tuner.base.weight, before + 1)
     assert not shared(tuner.base.weight)
+    tuner.unmerge_adapter()
+    assert torch.allclose(tuner.base.weight, before, atol=1e-6)
+
+
+def test_unmerging_of_merged_weights_that_were_loaded_again(
+    tuner: BaseTuner, tmp_path: Path
+) -> None:
+    before = tuner.base.weight.detach().clone()
+    tuner.merge_adapter()
+    torch.save(tuner.base.state_dict(), tmp_path / "merged.pt")
+    tuner.base.load_state_dict(torch.load(tmp_path / "merged.pt", map_location="cuda"))
+    assert shared(tuner.base.weight)
     tuner.unmerge_adapter()
     assert torch.allclose(tuner.base.weight, before, atol=1e-6)
 
