@@ -217,6 +217,7 @@ def test_while_inactive(devices: Devices, entry: Any) -> None:
         ({"a": "cuda:1"}, True),
         ({"a": "cuda:9"}, False),
         ({"a": "xpu:0"}, False),
+        ({"a": 0, "b": "xpu:0"}, False),
         ("auto", False),
     ],
     ids=str,
