@@ -459,6 +459,26 @@ def test_one_whose_driver_failed_gets_no_more_jobs(
         assert process.is_dead
 
 
+def test_a_job_under_way_outlives_the_failure_of_another(
+    make: Callable[..., Harness], source: int
+) -> None:
+    harness = make()
+    failed = duties.UploadFailed(0, "DriverFailure", "its context is broken")
+    with harness.uploader.job() as job:
+        planned = job.plan(
+            source, size_bytes=len(CONTENT), limit_bytes=1 << 30, is_hashed=True, name="m"
+        )
+        with harness.uploader.job() as other:
+            assert isinstance(other._failure(failed), DriverFailure)
+        memory, outline = harness.memory.create(planned.device_bytes), sparse_outline(len(CONTENT))
+        try:
+            reply = job.upload(memory, outline, lambda done: None)
+        finally:
+            os.close(outline)
+            memory.close()
+    assert reply.digest == blake3(CONTENT).hexdigest()
+
+
 def test_it_cannot_be_started(
     make: Callable[..., Harness], source: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
