@@ -7,6 +7,7 @@ time.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Sequence
 from typing import Protocol
@@ -19,8 +20,6 @@ from trims_shim.batching.protocol import Drop, DropReason, Finished, Request
 __all__ = ["Rule", "RuleMaker", "duration_ns"]
 
 _NS_PER_MS = 1_000_000
-_LONGEST_MS = 1e12
-"""Decades; threads cannot wait for much longer."""
 
 
 class Rule(ABC):
@@ -136,14 +135,14 @@ class RuleMaker(Protocol):
 
 def duration_ns(option: str, duration_ms: float) -> int:
     """Convert a policy's option from milliseconds. Raises TypeError for no number, ValueError for a
-    negative one or more than decades.
+    negative or an infinite one.
     """
     try:
-        is_duration = 0 <= duration_ms <= _LONGEST_MS
+        is_duration = 0 <= duration_ms < math.inf
     except TypeError:
         raise TypeError(
             f"{option} is {duration_ms!r}; it has to be a number of milliseconds"
         ) from None
     if not is_duration:
-        raise ValueError(f"{option} is {duration_ms}; it has to be from 0 to {_LONGEST_MS:g}")
+        raise ValueError(f"{option} is {duration_ms}; it has to be 0 or more, and finite")
     return round(float(duration_ms) * _NS_PER_MS)

@@ -14,6 +14,7 @@ from trims_shim.batching.policies import EarlyDrop, Immediate, Window
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import (
     FLUSH,
+    NEVER_NS,
     TIMER,
     Action,
     Drop,
@@ -104,6 +105,13 @@ def test_a_timer_that_has_passed_comes_at_once() -> None:
     policy.answer = answer
     simulate(policy, at(9), service_ns=lambda *_: 1)
     assert [now_ns for now_ns, event in policy.seen if event is TIMER] == [9]
+
+
+def test_waits_and_batches_that_outlast_time_itself() -> None:
+    policy = Batching(lambda _: Window(PROFILE, max_batch_size=8, wait_ms=1e300))
+    outcome = simulate(policy, at(3, 4), service_ns=lambda *_: 10**30)
+    assert [(r.number, t) for r, t in outcome.answered] == [(0, NEVER_NS), (1, NEVER_NS)]
+    assert Report.of(outcome).requests == 2
 
 
 def test_what_nobody_answers_is_unanswered() -> None:

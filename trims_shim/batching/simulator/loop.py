@@ -151,7 +151,7 @@ def _run(
             actions = decide(now_ns, arriving)
             arriving = next(arrivals, None)
             arrival_ns = NEVER_NS if arriving is None else arriving.arrival_ns
-        elif asked_ns is not None:
+        elif wake_ns < NEVER_NS:
             now_ns, wake_ns = wake_ns, NEVER_NS
             asked_ns = None
             actions = decide(now_ns, TIMER)
@@ -170,7 +170,7 @@ def _run(
             wake_ns = NEVER_NS
             if deadline_ns is not None:
                 late_ns = 0 if lateness_ns is None else lateness_ns()
-                wake_ns = max(deadline_ns, now_ns) + late_ns
+                wake_ns = min(max(deadline_ns, now_ns) + late_ns, NEVER_NS)
     run.outcome.requests = admitted
     return run.close(now_ns)
 
@@ -237,7 +237,7 @@ class _Simulation:
         if not batch:
             raise ValueError(f"the policy runs a batch of nothing on device {device}")
         leave(self.queued, batch)
-        end_ns = now_ns + self._service_ns(device, batch)
+        end_ns = min(now_ns + self._service_ns(device, batch), NEVER_NS)
         execution = self._running[device] = Execution(device, batch, now_ns, end_ns)
         heapq.heappush(self.ends, (end_ns, next(self._numbers), execution))
 
