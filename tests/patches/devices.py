@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import mmap
 import os
 import sys
@@ -176,6 +177,17 @@ def let_swap(monkeypatch: pytest.MonkeyPatch, can_swap: bool) -> None:
     if not can_swap:
         monkeypatch.setattr(torch.UntypedStorage, "_swap_data_ptr_", _Hidden(), raising=False)
         assert not torch_repoint.has_swap()
+
+
+def library(monkeypatch: pytest.MonkeyPatch, name: str, *stand_ins: Any) -> Any:
+    """A library's module; where it is not installed, one of stand-ins."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        module = types.ModuleType(name)
+        vars(module).update({each.__name__: each for each in stand_ins})
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
 
 
 def shared(tensor: torch.Tensor) -> bool:

@@ -3,8 +3,6 @@ with a value that is on the device what accelerate 1.15 does."""
 
 from __future__ import annotations
 
-import sys
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,13 +31,8 @@ def set_module_tensor_to_device(
 @pytest.fixture
 def put(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The patched function."""
-    name = "accelerate.utils.modeling"
-    try:
-        module = __import__(name, fromlist=["*"])
-    except ImportError:
-        module = types.ModuleType(name)
-        vars(module)["set_module_tensor_to_device"] = set_module_tensor_to_device
-        monkeypatch.setitem(sys.modules, name, module)
+    stand_in = set_module_tensor_to_device
+    module = emulation.library(monkeypatch, "accelerate.utils.modeling", stand_in)
     points = *torch_load.POINTS[:2], *accelerate_buffers.POINTS
     with emulation.emulated(monkeypatch, *points):
         yield module.set_module_tensor_to_device

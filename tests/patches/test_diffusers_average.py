@@ -3,8 +3,6 @@ where it is installed; the stand-in writes as diffusers 0.42 does."""
 
 from __future__ import annotations
 
-import sys
-import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,13 +38,7 @@ class EMAModel:
 @pytest.fixture
 def average_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The class."""
-    name = "diffusers.training_utils"
-    try:
-        module = __import__(name, fromlist=["*"])
-    except ImportError:
-        module = types.ModuleType(name)
-        vars(module)[EMAModel.__name__] = EMAModel
-        monkeypatch.setitem(sys.modules, name, module)
+    module = emulation.library(monkeypatch, "diffusers.training_utils", EMAModel)
     points = *torch_load.POINTS[:2], *torch_module.POINTS[:1], *diffusers_average.POINTS
     with emulation.emulated(monkeypatch, *points):
         yield module.EMAModel

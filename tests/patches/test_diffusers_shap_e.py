@@ -3,8 +3,6 @@ is installed; the stand-in does with its network what diffusers 0.42 does."""
 
 from __future__ import annotations
 
-import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,13 +40,7 @@ class ShapERenderer(nn.Module):
 
 @pytest.fixture
 def renderer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    name = "diffusers.pipelines.shap_e.renderer"
-    try:
-        module = __import__(name, fromlist=["*"])
-    except ImportError:
-        module = types.ModuleType(name)
-        vars(module)[ShapERenderer.__name__] = ShapERenderer
-        monkeypatch.setitem(sys.modules, name, module)
+    module = emulation.library(monkeypatch, "diffusers.pipelines.shap_e.renderer", ShapERenderer)
     points = *torch_load.POINTS[:2], *torch_module.POINTS[:1], *diffusers_shap_e.POINTS
     with emulation.emulated(monkeypatch, *points):
         made = module.ShapERenderer(param_names=(NAME,), param_shapes=((SIDE, SIDE),), d_latent=8)

@@ -6,7 +6,6 @@ does.
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,12 +69,7 @@ def peft(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     }
     found = types.SimpleNamespace()
     for name, stand_in in kinds.items():
-        try:
-            module = __import__(name, fromlist=["*"])
-        except ImportError:
-            module = types.ModuleType(name)
-            vars(module)[stand_in.__name__] = stand_in
-            monkeypatch.setitem(sys.modules, name, module)
+        module = emulation.library(monkeypatch, name, stand_in)
         vars(found)[stand_in.__name__] = vars(module)[stand_in.__name__]
     points = *torch_load.POINTS[:2], *torch_module.POINTS[:1], *peft_adapters.POINTS
     with emulation.emulated(monkeypatch, *points) as devices:
