@@ -179,5 +179,6 @@ def test_messages_have_no_secrets() -> None:
     assert shown("https://me:pw@[::1/x?s") == "https://[::1/x"
     assert shown("s3://bucket/x?y") == "s3://bucket/x?y"
     assert shown("sftp://me:pw@host/a:b@c") == "sftp://me@host/a:b@c"
+    assert shown("ftp://me:p@ss:w@rd@host:21/x@y") == "ftp://me@host:21/x@y"
     assert shown("zip://x::sftp://me:pw@host:22/x") == "zip://x::sftp://me@host:22/x"
     assert shown("abfs://c@a.example/x") == "abfs://c@a.example/x"

@@ -36,7 +36,7 @@ _SIGNED_BY = re.compile(
     re.ASCII | re.IGNORECASE,
 )
 _USER = re.compile(r"://[^/]*@")
-_PASSWORD = re.compile(r"(://[^/@:]*):[^/@]*(?=@)")
+_PASSWORD = re.compile(r"(://[^/@:]*):[^/]*(?=@)")
 _STORE_VERSION = re.compile(r"(\?(versionid|generation)=[^?/]*|#[0-9]{10,})$", re.IGNORECASE)
 """How s3fs, adlfs and gcsfs name one version of an object."""
 _KEY_DIGITS = 20
