@@ -345,6 +345,21 @@ def test_a_folder_is_what_its_page_links_to(web: WebServer) -> None:
     assert listing.is_folder
 
 
+@pytest.mark.parametrize("path", ["models//bert/", "/models/bert/", "models/x/../bert/", "?C=M"])
+def test_a_folder_whose_url_is_unlike_its_links(path: str, web: WebServer) -> None:
+    """Links are resolved to the shortest form of a URL, which servers treat alike."""
+    folder = "models/bert/"
+    page = b'<a href="a.bin">a</a><a href="below/">below</a>'
+    web.put(path.lstrip("/"), page)
+    web.put(folder, page)
+    web.put(folder + "below/", b'<a href="b.bin">b</a>')
+    web.put(folder + "a.bin", CONTENT)
+    web.put(folder + "below/b.bin", CONTENT)
+    url = web.url(folder + path if path.startswith("?") else path).replace("http", "HTTP", 1)
+    names = [file.name for file in WebFiles(url).list().files]
+    assert names == ["bert/a.bin", "bert/below/b.bin"]
+
+
 def test_files_of_a_folder_are_looked_at_together(
     web: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,9 +66,10 @@ class WebFiles:
         name = name_of(self._url)
         if not urlsplit(self._url).path.endswith("/"):
             return Listing((self._look(self._url, name),))
+        folder = _target(self._url, ".")  # As links to its files begin: no "//", "..", "HTTP:".
         looks = (
-            functools.partial(self._look, place, f"{name}/{unquote(place.removeprefix(self._url))}")
-            for place in self._below(self._url)
+            functools.partial(self._look, place, f"{name}/{unquote(place.removeprefix(folder))}")
+            for place in self._below(folder)
         )
         files = [look.result() for look in in_order(looks)]
         if not files:
@@ -109,8 +110,8 @@ class WebFiles:
             return RemoteFile(name, url, size_bytes, token, has_ranges and is_known)
 
     def _below(self, folder: str) -> Iterator[str]:
-        """The URLs that pages of folders link to."""
-        pages = [folder]
+        """The URLs below a folder that its pages link to."""
+        pages = [self._url]
         seen = {folder}
         for page in pages:
             with _answer(page, {}) as response:
