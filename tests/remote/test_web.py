@@ -266,6 +266,15 @@ def test_a_redirect_from_https_to_http_is_refused() -> None:
         assert again is not None
 
 
+@pytest.mark.parametrize("place", ["http://me:secret@127.0.0.1/x", "//me:secret@host:80/x"])
+def test_a_redirect_with_a_password_is_refused_without_saying_it(
+    place: str, web: WebServer
+) -> None:
+    with pytest.raises(RemoteError, match=r"vit.pt leads to http://[^ ]*/x with a user") as raised:
+        looked(web.put("vit.pt", status=302, location=place))
+    assert "secret" not in str(raised.value)
+
+
 def test_the_body_of_a_redirect_is_not_read(web: WebServer) -> None:
     """It may have no end."""
     web.put("store/0123", CONTENT)

@@ -168,7 +168,10 @@ def _is_whole(response: _Response) -> bool:
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """To web servers only (not ftp), and not from https to http: models are often programs."""
+    """To web servers only (not ftp), and not from https to http: models are often programs.
+
+    Nor to a password: urllib takes it for a port, and says it in its error.
+    """
 
     def redirect_request(
         self,
@@ -180,6 +183,11 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         newurl: str,
     ) -> urllib.request.Request | None:
         fp.close()  # It would be read to its end, of which there may be none.
+        if "@" in urlsplit(newurl).netloc:
+            raise RemoteError(
+                f"{shown(req.full_url)} leads to {shown(newurl)} with a user or password; name "
+                "that URL if you trust it, and put them into ~/.netrc"
+            )
         if urlsplit(newurl).scheme not in ("https", req.type):
             raise RemoteError(
                 f"{shown(req.full_url)} leads to {shown(newurl)}, which is not as safe; "
