@@ -9,9 +9,11 @@ import os
 import signal
 import socket
 import threading
+import urllib.error
 import urllib.request
 from http.client import HTTPMessage
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -228,6 +230,27 @@ def test_redirects_are_followed_and_the_name_stays(web: WebServer) -> None:
     assert looked(url).name == "vit.pt"
     assert looked(url).is_seekable
     assert read(url, 5, 10) == CONTENT[5:10]
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_each_kind_of_redirect_is_followed(
+    status: int, web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.10 knows no 308."""
+    kind = urllib.request.HTTPRedirectHandler
+    newer = kind.redirect_request
+
+    def older(self: Any, req: Any, fp: Any, code: int, *rest: Any) -> urllib.request.Request | None:
+        if code == 308:
+            raise urllib.error.HTTPError(req.full_url, code, "", HTTPMessage(), fp)
+        return newer(self, req, fp, code, *rest)
+
+    monkeypatch.setattr(kind, "redirect_request", older)
+    monkeypatch.delattr(kind, "http_error_308", raising=False)
+    monkeypatch.setattr(module, "_opener", module._opener.__wrapped__)
+    web.put("there.pt", CONTENT)
+    url = web.put("vit.pt", status=status, location="/there.pt")
+    assert read(url) == CONTENT
 
 
 def test_a_redirect_to_a_local_file_is_refused(web: WebServer) -> None:

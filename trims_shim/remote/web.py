@@ -173,6 +173,9 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
     Nor to a password: urllib takes it for a port, and says it in its error.
     """
 
+    http_error_308 = urllib.request.HTTPRedirectHandler.http_error_302
+    """Python 3.10 has none, and refuses the number (bpo-40321)."""
+
     def redirect_request(
         self,
         req: urllib.request.Request,
@@ -193,7 +196,8 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
                 f"{shown(req.full_url)} leads to {shown(newurl)}, which is not as safe; "
                 "name that URL if you trust it"
             )
-        again = super().redirect_request(req, fp, code, msg, headers, newurl)
+        known_code = 301 if code == 308 else code
+        again = super().redirect_request(req, fp, known_code, msg, headers, newurl)
         # Where it stays on the host of the password, that is needed again, and known there.
         password = req.get_header("Authorization")
         if again is not None and password and _host_of(newurl) == _host_of(req.full_url):
