@@ -69,6 +69,41 @@ def test_a_folder_on_a_mounted_disk(tmp_path: Path) -> None:
     assert files.list() != before
 
 
+def test_links_in_a_folder_on_a_mounted_disk(tmp_path: Path) -> None:
+    """They are what they lead to: also a change of that is seen, and that it is gone."""
+    folder, target = tmp_path / "bert", tmp_path / "blob"
+    folder.mkdir()
+    target.write_bytes(CONTENT)
+    (folder / "model.bin").symlink_to("../blob")
+    files = StoreFiles(f"file://{folder}")
+    before = files.list()
+    (file,) = before.files
+    assert (file.name, file.size_bytes) == ("bert/model.bin", len(CONTENT))
+    assert b"".join(files.read(file, 0, file.size_bytes)) == CONTENT
+    os.utime(target, ns=(1, 1))
+    assert files.list() != before
+    target.unlink()
+    with pytest.raises(FileNotFoundError, match="not there"):
+        files.list()
+
+
+def test_links_in_a_folder_whose_list_has_sizes_of_links(
+    memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of sftp does."""
+    memory.pipe("/models/bert/model.bin", CONTENT)
+    files = StoreFiles("memory://models/bert")
+    find = memory.find
+
+    def listed(*arguments: Any, **keywords: Any) -> dict[str, Any]:
+        found: dict[str, Any] = find(*arguments, **keywords)
+        return {name: {**info, "type": "link", "size": 7} for name, info in found.items()}
+
+    monkeypatch.setattr(files._files, "find", listed)
+    (file,) = files.list().files
+    assert file.size_bytes == len(CONTENT)
+
+
 def test_what_is_not_there(memory: MemoryFileSystem) -> None:
     with pytest.raises(FileNotFoundError, match="not there") as missing:
         StoreFiles("memory://models/none").list()

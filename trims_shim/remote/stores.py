@@ -62,6 +62,10 @@ class StoreFiles:
             if info["type"] != "directory":
                 return Listing((_file(name, self._path, info),))
             found = self._files.find(self._path, detail=True)
+            for place, info in found.items():
+                # Listed are the link's own date (on a mounted disk), and its own size (sftp).
+                if info.get("islink") or info.get("type") == "link":
+                    found[place] = self._files.info(place)
         folder = self._path.rstrip("/") + "/"
         # Some stores have an empty object for a folder.
         files = [
