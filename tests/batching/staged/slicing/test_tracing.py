@@ -285,6 +285,38 @@ class TestWhatCrosses:
         with pytest.raises(TypeError, match=r"traced with float32 \[batch, any, 8, 8\] on cpu"):
             stages(torch.rand(2, 9, 8, 7))
 
+    def test_a_size_with_which_the_model_takes_another_branch(self) -> None:
+        def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return (x * 2 if x.shape[1] > 8 else x * 3).relu()
+
+        model = Function(forward).eval()
+        stages = StagedModel(TracedModel(model, torch.rand(2, 12), varying=(1,)).stages([1]))
+        assert torch.equal(stages(torch.ones(3, 9)), torch.full((3, 9), 2.0))
+        because = r"varying=\(1,\) and sizes \[2, 12\], and do not hold for \[3, 8\].*slice_blocks"
+        with pytest.raises(TypeError, match=because):
+            stages(torch.ones(3, 8))
+
+    def test_a_size_of_one_with_which_the_model_does_something_else(self) -> None:
+        """torch.export takes it that sizes which vary are not 1, and guards nothing there."""
+
+        def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return (x if x.shape[1] == 1 else x * 2).relu()
+
+        model = Function(forward).eval()
+        stages = StagedModel(TracedModel(model, torch.rand(2, 12), varying=(1,)).stages([1]))
+        assert torch.equal(stages(torch.ones(3, 2)), torch.full((3, 2), 2.0))
+        with pytest.raises(TypeError, match=r"for \[3, 1\]: the model does something else"):
+            stages(torch.ones(3, 1))
+
+    def test_a_size_of_one_with_which_it_does_the_same_or_does_not_run(self) -> None:
+        stages = StagedModel(
+            TracedModel(nn.Tanh().eval(), torch.rand(2, 4), varying=(1,)).stages([])
+        )
+        assert stages(torch.rand(3, 1)).shape == (3, 1)
+        model = nn.Sequential(nn.Conv1d(3, 3, 2), nn.Tanh()).eval()
+        traced = TracedModel(model, torch.rand(2, 3, 8), varying=(2,))
+        assert StagedModel(traced.stages([1]))(torch.rand(2, 3, 3)).shape == (2, 3, 2)
+
 
 class TestWhatCannotBeCut:
     def test_an_axis_that_cannot_vary(self) -> None:

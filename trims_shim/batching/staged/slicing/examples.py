@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from trims_shim.batching.staged.flow import NotJoinable, join, take
 from trims_shim.errors import StagingError
 from trims_shim.printable import first_line
 
-__all__ = ["Example", "are_identical", "check_stages", "has_same_rows", "stage_times"]
+__all__ = ["Example", "are_identical", "are_near", "check_stages", "has_same_rows", "stage_times"]
 
 _NEAR = 0.1
 """Results may differ by this share of the largest magnitude."""
@@ -106,6 +106,19 @@ class Example:
         args, kwargs = pytree.tree_map(of, (self.args, self.kwargs))
         return Example(kwargs or args)
 
+    def with_sizes_of_one(self, axes: Collection[int]) -> Example:
+        """The same rows, with size 1 of these axes besides the first."""
+        import torch.utils._pytree as pytree
+
+        def of(each: Any) -> Any:
+            for axis in axes:
+                if _has_rows(each) and 0 < axis < each.dim() and each.shape[axis]:
+                    each = each.narrow(axis, 0, 1)
+            return each
+
+        args, kwargs = pytree.tree_map(of, (self.args, self.kwargs))
+        return Example(kwargs or args)
+
     def copy(self) -> Example:
         """The same batch, for a model that may write into what it is called with."""
         return self.with_rows(self.rows)
@@ -180,7 +193,7 @@ def check_stages(
     # Batches that cannot be joined here are not joined in service, either.
     with contextlib.suppress(NotJoinable), torch.no_grad():
         for run, result in zip(runs, _joined(stages, *runs), strict=True):
-            if not _are_near(result, run.call(model)):
+            if not are_near(result, run.call(model)):
                 raise StagingError(
                     f"{name} cannot be batched between stages: what it returns for a row depends "
                     "on the others in the batch, or has not the batch as its first axis"
@@ -212,7 +225,7 @@ def _rows(output: Any, rows: range, count: int) -> Any:
     return pytree.tree_map(of, output)
 
 
-def _are_near(one: Any, other: Any) -> bool:
+def are_near(one: Any, other: Any) -> bool:
     """Whether floating-point tensors are near to each other.
 
     Other types are not compared: they may differ altogether where two floating-point numbers are

@@ -51,7 +51,8 @@ def slice_model(
     None: cut where the preferred batch size of operations changes much (into eight at most), or
     into four where it does not.
     ``varying``: axes besides the first that may have other sizes than in the example, as ``(1,)``
-    for lengths. ``compiler``: compiles each stage, for example
+    for lengths; the stages raise TypeError for sizes with which the model does something else, as
+    where it branches on a length. ``compiler``: compiles each stage, for example
     ``functools.partial(torch.compile, dynamic=True)``; with ``n_stages``, the model is then cut
     again by their times. Results are the model's only as far as the compiled stages' are.
 

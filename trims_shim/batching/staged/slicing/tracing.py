@@ -4,7 +4,8 @@ The trace is ``torch.export``'s before any decomposition: the very operations th
 in their order, with its own parameters and buffers. So stages compute what the model computes, bit
 for bit. The size of the batch is free in it; other axes are as in the example, unless ``varying``
 names them. Inputs of another structure, type or shape raise TypeError, as torch does not guard all
-that is built into a trace. A model that is moved to another device has to be traced there.
+that is built into a trace; and so do sizes with which the model does something else (a branch on a
+length). A model that is moved to another device has to be traced there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trims_shim.batching.staged.slicing.cutting import Cut, even_cuts
-from trims_shim.batching.staged.slicing.examples import Example
+from trims_shim.batching.staged.slicing.examples import Example, are_near
 from trims_shim.batching.staged.slicing.graph_stages import (
     GraphStage,
     StagedGraph,
@@ -58,7 +59,12 @@ class TracedModel:
         module = program.module()
         for node in module.graph.nodes:
             _check_operation(node, module, self.name)
-        leaves = _Leaves(self.example, program.call_spec.in_spec, free={0, *varying})
+        leaves = _Leaves(
+            self.example,
+            program.call_spec.in_spec,
+            varying=varying,
+            guards=_without_guards(module),
+        )
         try:
             self._graph = StagedGraph(
                 module,
@@ -72,6 +78,22 @@ class TracedModel:
                 f"the trace of {self.name} does not run: {first_line(error)}; cut it at its blocks "
                 "(slice_blocks), or write its stages as functions"
             ) from error
+        if varying:
+            leaves.refuses_one = not self._holds(self.example.with_sizes_of_one(varying))
+
+    def _holds(self, example: Example) -> bool:
+        """Whether the trace computes what the model does, as far as the model itself runs."""
+        (whole,) = self.stages([])
+        try:
+            expected = example.copy().call(self.model)
+        # The model's own: of a kernel that is longer than the axis, for example.
+        except Exception:
+            return True
+        try:
+            return are_near(whole(*example.copy().batch()), expected)
+        # Of any operation, as it was traced for other shapes.
+        except Exception:
+            return False
 
     @property
     def operations(self) -> list[str]:
@@ -134,12 +156,28 @@ def check_evaluates(model: Any) -> None:
 
 
 class _Leaves:
-    """Makes the flat list of a batch's inputs. ``free``: the axes that may have any size."""
+    """Makes the flat list of a batch's inputs.
 
-    def __init__(self, example: Example, shape: Any, *, free: Collection[int]) -> None:
+    ``varying``: the axes that may have any size, besides the first; ``guards`` raises an error for
+    those of which torch knows that the trace does not hold.
+    """
+
+    def __init__(
+        self,
+        example: Example,
+        shape: Any,
+        *,
+        varying: Collection[int],
+        guards: Callable[..., object] | None,
+    ) -> None:
         self._example = example
         self._shape = shape
-        self._free = frozenset(free)
+        self._varying = tuple(varying)
+        self._free = frozenset((0, *varying))
+        self._guards = guards
+        self.refuses_one = False
+        """Whether varying axes may not have size 1: torch.export takes no size that varies for 1,
+        and guards nothing there (``x.squeeze(1)``)."""
         self._constants = [self._constant(each) for each in example.leaves()]
 
     def __call__(self, *batch: Any) -> Sequence[Any]:
@@ -154,7 +192,38 @@ class _Leaves:
                 f"the stages were traced with {self._described(expected)}, and are called with "
                 f"{self._described(arguments)}"
             )
+        self._check_sizes(leaves)
         return leaves
+
+    def _check_sizes(self, leaves: Sequence[Any]) -> None:
+        """Raise TypeError where the model would do something else than what was traced."""
+        try:
+            if self._guards is not None:
+                self._guards(*leaves)
+        # AssertionError, or that of a term of sizes: ZeroDivisionError.
+        except Exception as error:
+            raise self._other_sizes(leaves, first_line(error)) from error
+        if self.refuses_one and self._has_one(leaves):
+            raise self._other_sizes(leaves, "the model does something else with size 1")
+
+    def _has_one(self, leaves: Sequence[Any]) -> bool:
+        pairs = zip(leaves, self._example.leaves(), strict=True)
+        return any(
+            leaf.shape[axis] == 1 != its.shape[axis]
+            for leaf, its in pairs
+            for axis in self._varying
+            if axis < getattr(leaf, "ndim", 0)
+        )
+
+    def _other_sizes(self, leaves: Sequence[Any], why: str) -> TypeError:
+        def sizes(of: Sequence[Any]) -> str:
+            return ", ".join(str(list(each.shape)) for each in of if hasattr(each, "shape"))
+
+        return TypeError(
+            f"the stages were traced with varying={self._varying} and sizes "
+            f"{sizes(self._example.leaves())}, and do not hold for {sizes(leaves)}: {why}; cut the "
+            "model with an example of such sizes, or at its blocks (slice_blocks)"
+        )
 
     def _constant(self, leaf: Any) -> tuple[Any, ...]:
         """What a trace has built in: of a tensor type, device and sizes; anything else itself."""
@@ -231,6 +300,15 @@ def _exported(model: Any, example: Example, varying: Collection[int]) -> Any:
             f"{type(model).__name__} cannot be traced: {first_line(error)}. {advice}; cut it at "
             "its blocks (slice_blocks), or write its stages as functions"
         ) from error
+
+
+def _without_guards(module: GraphModule) -> Callable[..., object] | None:
+    """Take the check of the inputs' sizes out of a graph, and return it; None if it has none."""
+    for node in module.graph.find_nodes(op="call_module", target="_guards_fn"):
+        module.graph.erase_node(node)
+        guards: Callable[..., object] = module.get_submodule(node.target)
+        return guards
+    return None
 
 
 def _check_varying(program: Any, varying: Collection[int], name: str) -> None:
