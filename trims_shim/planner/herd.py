@@ -40,6 +40,10 @@ _HARDLY = 0.03
 """Of the range in which the largest slack lies: less is not searched for."""
 _STEPS = 6
 """Of the search; each halves the range."""
+_ALL_SIZES = 64
+"""Up to so many devices, the slack of every size of a group is in the programme."""
+_STEP = 1.02
+"""Between sizes of larger groups: what up to 2 % of its devices add to a group is not seen."""
 _LAST = 0.5
 """The share of the time for the most tolerant of these plans."""
 
@@ -253,7 +257,7 @@ class _Herd:
         self._sizes = [
             self._programme.variable(upper=limits.largest, is_integer=True) for _ in self._groups
         ]
-        self._possible = range(limits.largest + 1)
+        self._possible = _sizes(limits.largest)
         self._joins = [self._choices() for _ in units]
         self._holds = {name: self._choices() for name in self._models}
         self._place()
@@ -282,7 +286,7 @@ class _Herd:
             choices = [programme.variable(upper=1, is_integer=True) for _ in self._possible]
             programme.row(dict.fromkeys(choices, 1.0), lower=1, upper=1)
             count = {choice: -float(n) for choice, n in zip(choices, self._possible, strict=True)}
-            programme.row({**count, size: 1.0}, lower=0, upper=0)
+            programme.row({**count, size: 1.0}, lower=0)
             room = {
                 choice: -_most_needed(n, slack)
                 for choice, n in zip(choices, self._possible, strict=True)
@@ -340,6 +344,18 @@ class _Herd:
         self._programme.row(dict.fromkeys(chosen.values(), 1.0), upper=1)
         for hold, each in held.items():
             self._programme.row({hold: 1.0, chosen[each.affinity]: -1.0}, upper=0)
+
+
+def _sizes(largest: int) -> list[int]:
+    """The sizes of groups whose slack is known: in between, that of the next smaller one is.
+
+    All small ones, and so few large ones that HiGHS does not spend minutes on simplifying, in which
+    it does not look at the clock.
+    """
+    sizes = list(range(min(largest, _ALL_SIZES) + 1))
+    while sizes[-1] < largest:
+        sizes.append(min(largest, math.floor(sizes[-1] * _STEP)))
+    return sizes
 
 
 def _most_needed(devices: int, slack: float) -> float:
