@@ -76,6 +76,7 @@ def test_what_a_device_takes_by_default() -> None:
     [
         ({"slo_ms": {"birds": 1}}, "slo_ms has 'birds', which is no family"),
         ({"slo_ms": 0}, "slo_ms is 0"),
+        ({"actor_options": {"gpus": {}}}, "actor_options has 'gpus', which is no kind of device"),
         ({"replan_s": 0}, "replan_s is 0"),
         ({"replan_s": math.nan}, "replan_s"),
         ({"queue_size": 0}, "queue_size is 0"),

@@ -74,6 +74,11 @@ def deploy(
     unknown = sorted({option.variant for option in problem.options} - set(loaders))
     if unknown:
         raise ValueError(f"loaders has none for {', '.join(unknown)}: add one for each variant")
+    actor_options = actor_options or {}
+    if foreign := set(actor_options) - set(problem.devices):
+        raise ValueError(
+            f"actor_options has {', '.join(map(repr, sorted(foreign)))}, which is no kind of device"
+        )
     if replan_s is not None:
         replan_s = patience_s("replan_s", replan_s)
         if not replan_s > 0:
@@ -94,7 +99,7 @@ def deploy(
         start = ray.remote(max_restarts=-1, max_concurrency=2 * largest + _ASIDE)(DeviceActor)
         actors = []
         for kind in kinds:
-            options = dict((actor_options or {}).get(kind) or _usual_options(kind))
+            options = dict(actor_options.get(kind) or _usual_options(kind))
             actors.append(start.options(**options).remote(dict(loaders), policy))
             stack.callback(_kill, ray, actors[-1])
         _wait_until_up(ray, kinds, actors, start_timeout_s)
