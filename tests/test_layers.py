@@ -63,7 +63,7 @@ LAYERS = (
     ("client.addresses", "client.arenas", "client.connection", "client.reaper", "client.spawn"),
     ("client.pool", "client.prepared"),
     ("client.device_arenas",),
-    ("daemon.connections", "daemon.offers"),
+    ("daemon.clock", "daemon.connections", "daemon.offers"),
     ("daemon.background", "daemon.file_systems"),
     ("daemon.control", "daemon.sessions", "daemon.loader"),
     ("daemon.prepared.directory", "daemon.prepared.externals"),

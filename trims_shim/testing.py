@@ -47,6 +47,7 @@ from trims_shim.client.connection import Granted
 from trims_shim.client.pool import Line
 from trims_shim.client.session import Conversation
 from trims_shim.config import Config
+from trims_shim.daemon import clock
 from trims_shim.daemon.eviction import eviction_policy
 from trims_shim.daemon.front import Request
 from trims_shim.daemon.loader import Loader
@@ -276,7 +277,7 @@ class _Server(Daemon):
     def __init__(self, config: Config, faults: _Faults, opened: list[Opened]) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.counters: Counter[str] = Counter()
-        self.started_ns = time.time_ns()
+        self.started_ns = clock.now_ns()
         self.config_hash = config.daemon_hash()
         self.sessions = Sessions(Limits())
         self._pool = _Deferred()
@@ -361,7 +362,7 @@ class _Server(Daemon):
     def join(self, line: _Line, hello: messages.Hello) -> tuple[Session, messages.Welcome]:
         peer = Peer(os.getpid(), os.geteuid(), os.getegid())
         with self.changed:
-            session = self.sessions.add(cast(Any, _NoSocket()), peer, time.time_ns())
+            session = self.sessions.add(cast(Any, _NoSocket()), peer, clock.now_ns())
             token = self.sessions.greet(session, hello.package, hello.pid)
             self._lines[session.number] = line
         welcome = messages.Welcome(
@@ -374,7 +375,7 @@ class _Server(Daemon):
             if self.sessions.get(session.number) is None:
                 return
             self._take_released()
-            self.tiers.close_session(session.number, time.time_ns())
+            self.tiers.close_session(session.number, clock.now_ns())
             self.openings.close_session(session.number)
             self.prepared.close_session(session.number)
             self.sessions.close(session)
@@ -440,7 +441,7 @@ class _Server(Daemon):
     def _take_released(self) -> None:
         while self._released:
             session, lease = self._released.popleft()
-            self.tiers.release(session, lease, time.time_ns())
+            self.tiers.release(session, lease, clock.now_ns())
             self.prepared.release(session, lease)
 
     # --- the way to the clients -------------------------------------------------------------------

@@ -23,6 +23,8 @@ from typing import Any
 import pytest
 from fronts import FakeFront, HostFront
 
+from trims_shim.daemon import clock
+from trims_shim.daemon.eviction import FirstInFirstOut
 from trims_shim.daemon.front import Request
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.openings import Openings
@@ -229,6 +231,12 @@ class File:
 @pytest.fixture
 def file(tmp_path: Path) -> File:
     return File(tmp_path / "m.pt")
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, by_s: int) -> None:
+    """Somebody sets the time of day."""
+    now_ns = time.time_ns() + by_s * 10**9
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns)
 
 
 def replies(front: HostFront) -> dict[int, Any]:
@@ -483,12 +491,40 @@ class TestOpening:
         front.work()
         front.openings.keep_unused_s = 0.0
         front.openings.expire()
-        front.tiers.close_session(client.number, time.time_ns())
+        front.tiers.close_session(client.number, clock.now_ns())
         for unused_s, left in ((math.inf, 1), (3600.0, 1), (0.0, 0)):
             front.openings.keep_unused_s = unused_s
             front.openings.expire()
             assert len(front.host.store.images()) == left
         assert front.counters["expired"] == front.counters["images_evicted"] == 1
+
+    @pytest.mark.parametrize("by_s", [-86400, 86400])
+    def test_unused_images_stay_when_the_clock_is_set(
+        self, front: HostFront, file: File, monkeypatch: pytest.MonkeyPatch, by_s: int
+    ) -> None:
+        """Found: all of them went at once."""
+        file.request(front, client := front.client(OWN))
+        front.work()
+        front.tiers.close_session(client.number, clock.now_ns())
+        set_clock(monkeypatch, by_s)
+        front.openings.keep_unused_s = 3600.0
+        front.openings.expire()
+        assert len(front.host.store.images()) == 1
+
+    def test_what_was_loaded_first_goes_first_when_the_clock_is_set_back(
+        self, front: HostFront, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        front.host.store._policy = FirstInFirstOut()
+        client = front.client(OWN)
+        for name, by_s in (("first", 0), ("second", -86400)):
+            set_clock(monkeypatch, by_s)
+            File(tmp_path / name, name.encode()).request(front, client)
+            front.work()
+        front.tiers.close_session(client.number, clock.now_ns())
+        front.openings.execute(front.host, front.host.store.relieve(1))
+        assert [row.names for row in front.host.store.images()] == [
+            ((OWN, str(tmp_path / "second")),)
+        ]
 
 
 @pytest.mark.usefixtures("no_leak")

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import msgpack
 import pytest
 from fronts import HostFront
 
-from trims_shim.daemon import ingest, requests
+from trims_shim.daemon import clock, ingest, requests
 from trims_shim.daemon.front import Request
 from trims_shim.daemon.loader import Finished, Hashing
 from trims_shim.daemon.requests import Daemon, add_counters, handle
@@ -166,6 +167,22 @@ def test_the_status_tells_each_what_is_theirs(server: Server) -> None:
     assert [each.leases for each in asked_by_us.clients] == [100, 100]
     assert (asked_by_alice.storage, asked_by_alice.prepared) == (None, ())
     assert asked_by_us.storage == server.prepared.storage()
+
+
+@pytest.mark.parametrize("by_s", [-86400, 86400])
+def test_how_long_ago_is_right_when_the_clock_was_set(
+    server: Server, monkeypatch: pytest.MonkeyPatch, by_s: int
+) -> None:
+    """Found: after the clock was set forward, what was loaded a moment ago was a day old."""
+    moment_ns = clock.now_ns()
+    server.started_ns = own(server).connected_ns = moment_ns
+    server.load(b"model", user=OWN, now=moment_ns)
+    set_ns = time.time_ns() + by_s * 10**9
+    monkeypatch.setattr(time, "time_ns", lambda: set_ns)
+    status = server.status(own(server))
+    (image,), (client,) = status.images, status.clients
+    for then_ns in (status.started_ns, client.connected_ns, image.loaded_ns, image.used_ns):
+        assert 0 <= status.now_ns - then_ns < 3600 * 10**9
 
 
 def test_a_status_fits_a_reply(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -367,19 +367,12 @@ class TestBudget:
         for inode, digest in enumerate("bcd", 2):
             store.release(1, load(store, opening(inode=inode), loaded(digest), now=inode), inode)
         store.pin("b", is_pinned=True)
-        assert store.expire(3, 9) == []
-        dropped = [each.digest for each in store.expire(4, 9) if isinstance(each, DropImage)]
+        assert store.expire(3) == []
+        dropped = [each.digest for each in store.expire(4) if isinstance(each, DropImage)]
         assert dropped == ["c"]
         store.release(1, held, 9)
-        assert [each.digest for each in store.expire(9, 9) if isinstance(each, DropImage)] == ["d"]
+        assert [each.digest for each in store.expire(9) if isinstance(each, DropImage)] == ["d"]
         assert {row.digest for row in store.images()} == {"a", "b"}
-
-    def test_what_is_unused_expires_also_when_the_clock_was_set_back(self) -> None:
-        store = new_store(100)
-        store.release(1, load(store, opening(), loaded("a"), now=1000), 1000)
-        assert store.expire(900, 1001) == []
-        dropped = [each.digest for each in store.expire(10, 20) if isinstance(each, DropImage)]
-        assert dropped == ["a"]
 
 
 class TestHolding:

@@ -290,7 +290,7 @@ class StoreMachine(RuleBasedStateMachine):
     def expire(self, age: int) -> None:
         before = self.now - age
         stays = {d for d in self.segments if self.is_held(d) or self.used[d] >= before}
-        self.execute(self.store.expire(before, self.now))
+        self.execute(self.store.expire(before))
         assert set(self.segments) == stays
 
     @rule()

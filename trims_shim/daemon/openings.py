@@ -23,6 +23,7 @@ import resource
 import time
 from typing import Any, NamedTuple
 
+from trims_shim.daemon import clock
 from trims_shim.daemon.device.peer_copying import PeerImage
 from trims_shim.daemon.front import INTERNAL_ERROR, Front, Request
 from trims_shim.daemon.loader import Finished
@@ -125,7 +126,7 @@ class Openings:
         taken = self._front.take_offer(request, offer.ticket)
         self._waiting.put(request, taken)
         try:
-            self.execute(tier, tier.store.open(opening, time.time_ns()))
+            self.execute(tier, tier.store.open(opening, clock.now_ns()))
         finally:
             self._waiting.pop(request.session.number, request.number)
             taken.close()
@@ -164,7 +165,7 @@ class Openings:
             actions: list[Action] = []
             if now_s - before_s < self.keep_unused_s and self._has_descriptors(host):
                 withheld = host.withheld_bytes(opening.image_bytes)
-                actions = host.store.load(opening, time.time_ns(), withheld_bytes=withheld)
+                actions = host.store.load(opening, clock.now_ns(), withheld_bytes=withheld)
                 self.execute(host, actions, offer=taken)
             if not actions:
                 self._asked.put(opening.key, now_s)
@@ -233,10 +234,9 @@ class Openings:
         """Give up images that nobody has used for long."""
         if self.keep_unused_s == math.inf:
             return
-        now_ns = time.time_ns()
-        before_ns = now_ns - int(self.keep_unused_s * 1e9)
+        before_ns = clock.now_ns() - int(self.keep_unused_s * 1e9)
         for tier in self._tiers:
-            actions = tier.store.expire(before_ns, now_ns)
+            actions = tier.store.expire(before_ns)
             if actions:
                 self._front.counters["expired"] += len(actions) // 2
                 # Host memory would not keep it either.
@@ -260,7 +260,7 @@ class Openings:
         self._waiting.withdraw(session.number, ticket)
         lease, its_ticket = session.granted
         if its_ticket == ticket:
-            self._tiers.release(session.number, lease, time.time_ns())
+            self._tiers.release(session.number, lease, clock.now_ns())
 
     def close_session(self, session: int) -> None:
         """Forget the requests of a closed connection."""
@@ -297,7 +297,7 @@ class Openings:
                 self._refuse(opening, NoSpace(f"{opening.name}: {reason}"))
                 return
             withheld = 0 if is_hit else tier.withheld_bytes(opening.image_bytes)
-            actions = tier.store.open(opening, time.time_ns(), withheld_bytes=withheld)
+            actions = tier.store.open(opening, clock.now_ns(), withheld_bytes=withheld)
             self.execute(tier, actions, offer=waiting.offer)
         # Border: a bug costs one request, even one taken up later, not the daemon.
         except Exception as error:
@@ -406,7 +406,7 @@ class Openings:
     def _grant(self, tier: Tier, grant: GrantLease) -> None:
         waiting = self._waiting.get(grant.opening.session, grant.opening.request)
         if waiting is None:  # The client has given the load up.
-            tier.store.release(grant.opening.session, grant.lease, time.time_ns())
+            tier.store.release(grant.opening.session, grant.lease, clock.now_ns())
             return
         self._front.counters[f"open_{grant.outcome}"] += 1
         session, ticket = waiting.request.session, waiting.offer.message.ticket
@@ -465,7 +465,7 @@ def _after(tier: Tier, finished: Finished[Any]) -> list[Action]:
     if error is not None:
         return tier.store.ingest_failed(finished.ingest, error)
     assert result is not None
-    return tier.store.ingest_done(finished.ingest, result, time.time_ns())
+    return tier.store.ingest_done(finished.ingest, result, clock.now_ns())
 
 
 def _parts(segment: Any) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from trims_shim._version import __version__
+from trims_shim.daemon.clock import time_of_day_ns
 from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.loader import Hashing
 from trims_shim.daemon.openings import Openings
@@ -108,7 +109,7 @@ def _status(
         package=__version__,
         protocol=messages.PROTOCOL_VERSION,
         pid=os.getpid(),
-        started_ns=daemon.started_ns,
+        started_ns=time_of_day_ns(daemon.started_ns),
         now_ns=time.time_ns(),
         idle_exit_s=daemon.idle_exit_s,
         config_hash=daemon.config_hash,
@@ -164,8 +165,8 @@ def _image_status(row: ImageRow, names: tuple[str, ...], tier: str) -> admin.Ima
         resident_bytes=row.resident_bytes,
         leases=row.leases,
         is_pinned=row.is_pinned,
-        loaded_ns=row.loaded_ns,
-        used_ns=row.used_ns,
+        loaded_ns=time_of_day_ns(row.loaded_ns),
+        used_ns=time_of_day_ns(row.used_ns),
         hits=row.hits,
         load_ns=row.load_ns,
         names=names,
@@ -181,7 +182,7 @@ def _client_status(daemon: Daemon, session: Session) -> list[admin.ClientStatus]
             each.package,
             daemon.tiers.lease_count(each.number) + daemon.prepared.lease_count(each.number),
             each.requests,
-            each.connected_ns,
+            time_of_day_ns(each.connected_ns),
         )
         for each in daemon.sessions
         if each.is_greeted and (session.is_privileged or each.peer.uid == session.peer.uid)

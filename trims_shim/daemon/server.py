@@ -27,6 +27,7 @@ from typing import Any
 import zmq
 
 from trims_shim._version import __version__
+from trims_shim.daemon import clock
 from trims_shim.daemon.control import REQUEST_LIMIT_BYTES, ControlSocket
 from trims_shim.daemon.events import EventSocket
 from trims_shim.daemon.front import Front, Request
@@ -91,7 +92,7 @@ class Server(Daemon):
         self.idle_exit_s = idle_exit_s
         self.config_hash = config_hash
         self.memory_reason = memory_reason
-        self.started_ns = time.time_ns()
+        self.started_ns = clock.now_ns()
         self.counters: Counter[str] = Counter()
         self._listener = listener
         self._wake_descriptor = wake_descriptor
@@ -225,7 +226,7 @@ class Server(Daemon):
                 time.sleep(0.01)
                 return
             try:
-                session = self.sessions.accept(connection, time.time_ns())
+                session = self.sessions.accept(connection, clock.now_ns())
             except TooManyRequests as error:
                 self._warn_of_accept(error)
                 # Without a word, it would take us for dead and try to start another daemon.
@@ -269,7 +270,7 @@ class Server(Daemon):
 
     def _on_packet(self, session: Session, message: Any) -> None:
         if isinstance(message, messages.LeaseRelease):
-            self.tiers.release(session.number, message.lease, time.time_ns())
+            self.tiers.release(session.number, message.lease, clock.now_ns())
             self.prepared.release(session.number, message.lease)
         elif isinstance(message, messages.OfferWithdrawal):
             self.openings.withdraw(session, message.ticket)
@@ -325,7 +326,7 @@ class Server(Daemon):
         self._watchers.pop(number, None)
         if self.tiers.lease_count(number) or self.prepared.lease_count(number):
             self._last_active = time.monotonic()  # Without leases, it only watched or was idle.
-        self.tiers.close_session(number, time.time_ns())
+        self.tiers.close_session(number, clock.now_ns())
         self.openings.close_session(number)
         self.prepared.close_session(number)
 

@@ -315,12 +315,9 @@ class Store:
         victims = self._choose_victims(wanted_bytes, is_forced=True)
         return [action for image in victims for action in self._drop(image)]
 
-    def expire(self, before_ns: int, now_ns: int) -> list[Action]:
+    def expire(self, before_ns: int) -> list[Action]:
         """Drop free images that nobody has used since ``before_ns``."""
-        # Those of the future, too: if the clock was set back, they would stay for as long.
-        old = itertools.takewhile(
-            lambda image: not before_ns <= image.used_ns <= now_ns, self._images.values()
-        )
+        old = itertools.takewhile(lambda image: image.used_ns < before_ns, self._images.values())
         victims = [image for image in old if self._is_free(image)]
         return [action for image in victims for action in self._drop(image)]
 
