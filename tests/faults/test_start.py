@@ -412,6 +412,26 @@ def test_a_signal_before_it_serves(make_world: Any) -> None:
     os.close(server._wake_descriptor)
 
 
+def test_a_signal_as_soon_as_it_is_handled(
+    make_world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: a socket was left behind, and the lock kept until the process had ended."""
+    config = make_world().config()
+    directory = endpoint.choose(config)
+    directory.create()
+    lock = daemon_main._claim(directory)
+    assert lock is not None
+    server = daemon_main._build(directory, config)
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "signal", lambda number, handle: handle(number, None))
+        assert daemon_main._serve(server, lock, daemon_main._Report(None)) == 0
+    os.close(server._wake_descriptor)
+    assert not os.path.exists(directory.handover)
+    again = daemon_main._claim(directory)
+    assert again is not None
+    os.close(again)
+
+
 def test_an_idle_daemon_makes_room_before_it_gives_its_memory_back(make_world: Any) -> None:
     """Which may take many seconds; found: loads of that time were not served."""
     world = make_world(idle_exit="0.01")

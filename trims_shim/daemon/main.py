@@ -242,11 +242,11 @@ def _listen(endpoint: Endpoint) -> socket.socket:
 def _serve(server: Server, lock: int, report: _Report) -> int:
     endpoint = server.endpoint
     ours = _inode(endpoint.handover)
+    server.on_stop = lambda: _retire(endpoint, ours, lock)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         is_ignored = signal.getsignal(number) is signal.SIG_IGN
         if not (number == signal.SIGHUP and is_ignored):  # as by nohup
             signal.signal(number, lambda *_: server.stop())
-    server.on_stop = lambda: _retire(endpoint, ours, lock)
     control = endpoint.control(server.instance)
     server.is_reachable = lambda: _inode(endpoint.handover) == ours and _inode(control) != 0
     _logger.info(
