@@ -22,7 +22,7 @@ from harness import PATIENCE_S, wait_until
 from prepared_models import RECIPE, FakePreparer, digest_of
 
 from trims_shim.config import ShareOrSize
-from trims_shim.daemon import workers
+from trims_shim.daemon import clock, workers
 from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.prepared import clients as prepared_clients
@@ -977,6 +977,24 @@ class TestDamage:
 
 
 class TestRestart:
+    def test_what_was_used_last_is_known_also_if_the_clock_was_set_back(
+        self, make_world: Callable[..., World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: no use was noted until the clock had caught up, and the wrong model went first."""
+        world = make_world()
+        last, other = tmp_path / "last.onnx", tmp_path / "other.onnx"
+        for path in (last, other):
+            path.write_text(path.name)
+            world.make(path)
+            world.hit(path)
+        day_before_ns, later_ns = time.time_ns() - 86400 * 10**9, clock.now_ns() + 61 * 10**9
+        monkeypatch.setattr(time, "time_ns", lambda: day_before_ns)
+        monkeypatch.setattr(clock, "now_ns", lambda: later_ns)
+        world.hit(last)
+        world.prepared.close()
+        rows = make_world().prepared.rows()
+        assert [each.names for each in rows] == [(str(last),), (str(other),)]
+
     def test_what_was_there_is_a_hit_at_once(
         self, make_world: Callable[..., World], model: Path
     ) -> None:

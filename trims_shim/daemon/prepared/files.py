@@ -231,10 +231,11 @@ class PreparedFiles:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._refusal_path(key))
 
-    def touch(self, key: str) -> None:
-        """Note for later daemons that a model was used now."""
+    def touch(self, key: str, used_ns: int) -> None:
+        """Note for later daemons when a model was used."""
         with contextlib.suppress(FileNotFoundError):
-            os.utime(os.path.join(self.directory, key), follow_symlinks=False)
+            times = (used_ns, used_ns)
+            os.utime(os.path.join(self.directory, key), ns=times, follow_symlinks=False)
 
     # --- out --------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from trims_shim.daemon import clock
 from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.prepared.clients import (
@@ -369,10 +370,10 @@ class PreparedModels:
 
     def _touch(self, key: str) -> None:
         """Tell later daemons which models were used last."""
-        now_ns = time.time_ns()
-        if now_ns - self._touched_ns.get(key, 0) >= _TOUCH_INTERVAL_NS:
+        now_ns = clock.now_ns()
+        if now_ns - self._touched_ns.get(key, -_TOUCH_INTERVAL_NS) >= _TOUCH_INTERVAL_NS:
             self._touched_ns[key] = now_ns
-            self._do_aside(self._files.touch, key)
+            self._do_aside(self._files.touch, key, self._store.used_ns(key))
 
     def _evict(self, text: str) -> admin.EvictPreparedReply:
         dropped = self._execute(self._store.evict(text))

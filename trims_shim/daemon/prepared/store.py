@@ -252,6 +252,10 @@ class PreparedStore:
         """The bytes of all entries."""
         return sum(entry.size_bytes for entry in self._entries.values())
 
+    def used_ns(self, key: str) -> int:
+        """When an entry was used last: in the order of uses, also where the clock was set back."""
+        return self._entries[key].used_ns
+
     def rows(self, now_ns: int) -> list[PreparedStatus]:
         """Models being prepared, models that are there (most recently used first), refused ones."""
         ready = sorted(self._entries.values(), key=lambda each: -each.used_ns)
