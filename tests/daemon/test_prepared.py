@@ -27,6 +27,7 @@ from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.prepared import clients as prepared_clients
 from trims_shim.daemon.prepared import jobs as prepared_jobs
+from trims_shim.daemon.prepared import refusals as prepared_refusals
 from trims_shim.daemon.prepared import serving as prepared_module
 from trims_shim.daemon.prepared.directory import PreparedSettings, Space
 from trims_shim.daemon.prepared.externals import external_identities
@@ -799,6 +800,19 @@ class TestRefusals:
         again = make_world()
         assert again.outcome(model) == "refused metadata_differs"
         assert again.preparer.orders == []
+
+    def test_there_are_as_many_files_as_it_remembers(
+        self, make_world: Callable[..., World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: those of forgotten refusals stayed until the next start, without a limit."""
+        monkeypatch.setattr(prepared_refusals, "_REFUSALS_LIMIT", 2)
+        world = make_world()
+        world.preparer.reply = PrepareReply(reason="metadata_differs")
+        for number in range(4):
+            path = tmp_path / f"{number}.onnx"
+            path.write_text(path.name)
+            world.make(path)
+        assert len(world.prepared.rows()) == len(world.files()) == 2
 
     def test_another_does_not(self, make_world: Callable[..., World], model: Path) -> None:
         world = make_world()

@@ -68,13 +68,15 @@ class Refusals:
             failure = Failure(failure.reason, failure.message, is_lasting=True)
         pause = min(_LONGEST_PAUSE_NS, _FIRST_PAUSE_NS * _PAUSE_GROWTH ** (attempts - 1))
         names = (name,) if name else ()
-        self._refusals.put(
+        gone = self._refusals.put(
             place,
             _Refusal(key, failure, runtime, names, now_ns, now_ns + pause, attempts, deaths),
         )
+        # A key's refusal may be a file, which nobody would delete before the next start.
+        actions: list[Action] = [DropRefusal(gone)] if isinstance(gone, str) else []
         if failure.is_lasting and key:
-            return [KeepRefusal(key, failure.reason, failure.message, runtime, names)]
-        return []
+            actions.append(KeepRefusal(key, failure.reason, failure.message, runtime, names))
+        return actions
 
     def remember(self, refusal: KeepRefusal, refused_ns: int) -> None:
         """An earlier daemon could not prepare a model."""

@@ -171,8 +171,7 @@ class PreparedStore:
             return Verdict(False)
         actions = self._make_room(needed_bytes, short_bytes)
         if isinstance(actions, Failure):
-            self._refuse(task, actions, now_ns)
-            return Verdict(False)
+            return Verdict(False, tuple(self._refuse(task, actions, now_ns)))
         task.reserved_bytes = needed_bytes
         return Verdict(True, tuple(actions))
 
@@ -184,8 +183,10 @@ class PreparedStore:
             return []
         actions = self._make_room(entry.size_bytes)
         if isinstance(actions, Failure):
-            self._refuse(task, actions, now_ns)
-            return [DropEntry(entry.key, entry.size_bytes)]
+            return [
+                *self._refuse(task, actions, now_ns),
+                DropEntry(entry.key, entry.size_bytes),
+            ]
         self.adopt(entry)
         self._use(self._entries[entry.key], now_ns)
         return actions

@@ -146,7 +146,7 @@ Action: TypeAlias = DropEntry | KeepRefusal | DropRefusal
 
 
 class Verdict(NamedTuple):
-    """Whether to go on with a preparation, and the actions that make room for it."""
+    """Whether to go on with a preparation, and the actions that make room, or note why not."""
 
     is_wanted: bool
     actions: tuple[Action, ...] = ()
