@@ -570,7 +570,7 @@ class TestRoom:
         host = make().tiers.host
         memory = host.loader.memory
         host._leaves_room_for_a_copy = False
-        machine = host._margin_bytes + 60 * MIB
+        machine = host._margin_bytes() + 60 * MIB
         monkeypatch.setattr(tiers_module, "available_bytes", lambda: machine - memory.held_bytes())
         assert isinstance(self.load(host, 1, 30 * MIB, begins=True)[0], StartIngest)
         assert isinstance(self.load(host, 2, 31 * MIB, begins=False)[0], RefuseRequest)
@@ -605,7 +605,7 @@ class TestRoom:
     ) -> None:
         """40 MiB are unused and 1 MiB is free: not enough for an image of 30 MiB and a copy."""
         host = make().tiers.host
-        monkeypatch.setattr(host, "_margin_bytes", 0)
+        monkeypatch.setattr(host, "_margin_bytes", lambda: 0)
         memory = host.loader.memory
         (start,) = self.load(host, 1, 40 * MIB, begins=True)
         assert isinstance(start, StartIngest)
@@ -626,6 +626,21 @@ class TestRoom:
             host = HostTier(store, loader, headroom)
             assert host.missing_bytes() == missing
             host.close()
+
+    def test_what_is_left_to_others_follows_a_limit_that_is_lowered(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: of a cgroup made much smaller, all was left, and nothing was kept any more."""
+        limit = 3200 * MIB
+        monkeypatch.setattr(tiers_module, "memory_limit_bytes", lambda: limit)
+        monkeypatch.setattr(tiers_module, "available_bytes", lambda: limit // 2)
+        store = Store(GIB, policy=LeastRecentlyUsed())
+        loader = Loader(MemfdMemory(SegmentKind.MEMFD), threads=1, wake=lambda: None)
+        host = HostTier(store, loader)
+        limit = 160 * MIB
+        assert host.missing_bytes() < 0
+        assert isinstance(self.load(host, 1, 30 * MIB, begins=False)[0], StartIngest)
+        host.close()
 
     @pytest.mark.parametrize(
         ("used_bytes", "lingering_bytes"), [(None, -1), (-1, 0), (0, 0), (5, 5)], ids=str

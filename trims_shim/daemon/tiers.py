@@ -115,13 +115,12 @@ class HostTier(Tier):
         super().__init__(HOST_TIER, store, loader)
         self.outline_bytes: Callable[[], int] = lambda: 0
         """Host memory that the images of device tiers take."""
-        total = memory_limit_bytes()
-        self._margin_bytes = headroom.of(total) if headroom else total // _MARGIN_FRACTION
+        self._headroom = headroom
         self._leaves_room_for_a_copy = headroom is None
 
     def withheld_bytes(self, image_bytes: int) -> int:
         """See :class:`Tier`."""
-        left = self._margin_bytes + image_bytes * self._leaves_room_for_a_copy
+        left = self._margin_bytes() + image_bytes * self._leaves_room_for_a_copy
         # Measured first: memory allocated meanwhile counts as taken twice, not free twice.
         held = self.loader.memory.held_bytes()
         usable = max(0, held + available_bytes() - left)
@@ -130,7 +129,12 @@ class HostTier(Tier):
 
     def missing_bytes(self) -> int:
         """See :class:`Tier`."""
-        return self._margin_bytes - available_bytes()
+        return self._margin_bytes() - available_bytes()
+
+    def _margin_bytes(self) -> int:
+        """Of the memory as it is limited now: limits of cgroups change."""
+        total = memory_limit_bytes()
+        return self._headroom.of(total) if self._headroom else total // _MARGIN_FRACTION
 
     def lingering_bytes(self) -> int:
         """Bytes of evicted images that a process still maps; -1 if the kernel does not say."""
