@@ -352,6 +352,25 @@ def test_one_that_hangs_is_killed(make: Callable[..., Harness], source: int) -> 
     wait_until(lambda: process_state(pid) == "", "it is gone and reaped")
 
 
+def test_a_job_that_hangs_is_to_blame_and_no_other(
+    make: Callable[..., Harness], source: int
+) -> None:
+    """It would hang again, for as long; the others may be repeated."""
+    harness = make()
+    plan = {"size_bytes": len(CONTENT), "limit_bytes": 1 << 30, "is_hashed": True, "name": "m"}
+    with harness.uploader.job() as other, harness.uploader.job() as job:
+        for each in (other, job):
+            each.plan(source, **plan)  # type: ignore[arg-type]
+        os.kill(harness.pid, signal.SIGSTOP)
+        job._stall_timeout_s = 0.1
+        with pytest.raises(DriverFailure, match="said nothing"):
+            job._wait(duties.UploadReply, lambda done: None)
+        with pytest.raises(DriverFailure, match="died"):
+            other._wait(duties.UploadReply, lambda done: None)
+    assert not job.is_innocent
+    assert other.is_innocent
+
+
 def test_one_that_reads_nothing_is_killed(
     make: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,6 +460,58 @@ def test_one_that_has_worked_makes_room_for_one_without_a_context(
     os.close(outline)
     memory.close()
     assert harness.deaths == 0
+
+
+@pytest.mark.parametrize("backend", ["vmm", "ipc"])
+def test_one_is_idle_since_its_last_work(
+    make: Callable[..., Harness], source: int, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """Not since its start: an uploader that is used now and then would lose its context."""
+    now_s = 0.0
+    monkeypatch.setattr(uploading, "time", SimpleNamespace(monotonic=lambda: now_s))
+    harness = make(idle_s=60.0, backend=backend)
+    harness.uploader.start()
+    first = harness.pid
+
+    def pid_after(seconds: float) -> int:
+        nonlocal now_s
+        now_s += seconds
+        harness.uploader.retire_if_idle()
+        return harness.pid
+
+    with harness.uploader.job() as job:
+        planned = job.plan(
+            source, size_bytes=len(CONTENT), limit_bytes=1 << 30, is_hashed=True, name="m"
+        )
+        memory = harness.memory.create(planned.device_bytes) if backend == "vmm" else None
+        outline = sparse_outline(len(CONTENT))
+        job.upload(memory, outline, lambda done: None)
+        os.close(outline)
+        now_s += 100.0
+    if memory is None:
+        assert pid_after(100.0) == first, "not with memory"
+        harness.uploader.free(job.number)
+    else:
+        memory.close()
+    assert pid_after(59.0) == first
+    assert pid_after(1.0) != first
+
+
+def test_it_sees_its_device_whatever_the_daemon_sees(
+    make: Callable[..., Harness], source: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is no client: what it reads is no model to take from a daemon."""
+    harness = make()
+    with monkeypatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setenv("TRIMS_ENABLED", "1")
+        harness.uploader.start()
+    with open(f"/proc/{harness.pid}/environ", "rb") as file:
+        assert b"TRIMS_ENABLED=0" in file.read().split(b"\0")
+    memory, outline, digest = harness.upload(source)
+    assert digest == blake3(CONTENT).hexdigest()
+    os.close(outline)
+    memory.close()
 
 
 @pytest.mark.parametrize(
