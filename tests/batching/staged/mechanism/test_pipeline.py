@@ -409,6 +409,22 @@ def test_batches_in_the_loop_take_turns() -> None:
     assert order == [first, second, first, second]
 
 
+def test_a_batch_that_is_joined_keeps_its_turn() -> None:
+    """One that is joined before each of its steps would never run beside another batch."""
+    pipeline, first = looping()
+    second = pipeline.new(0, requests(2, key="b"))
+    step(pipeline)
+    assert pipeline.ready()[0].batch is first
+    assert pipeline.may_stretch(first)
+    pipeline.stretch(first, requests(3))
+    step(pipeline)
+    order = []
+    for _ in range(2):
+        order.append(pipeline.ready()[0].batch)
+        step(pipeline)
+    assert order == [first, second]
+
+
 def test_all_else_goes_before_the_steps_of_a_loop() -> None:
     pipeline, first = looping()
     pipeline.new(0, requests(1, key="b"))
