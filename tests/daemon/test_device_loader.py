@@ -40,6 +40,7 @@ from trims_shim.memory.device import (
     sparse_outline,
 )
 from trims_shim.memory.host import MemfdMemory, SealedSegment
+from trims_shim.memory.mapping import round_up
 from trims_shim.specs import Identity, SegmentKind
 from trims_shim.wire import duties
 
@@ -176,6 +177,18 @@ class TestErrors:
         assert isinstance(finished.error, UnsupportedFormat)
         assert finished.segment is None
         assert harness.image_bytes() == 0
+
+    def test_no_image_takes_more_than_is_reserved_for_it(
+        self, harness: Harness, make_file: Callable[..., str]
+    ) -> None:
+        """Whole granules are allocated: the last one counts, too."""
+        content = safetensors([8] * 9000)
+        harness.path = make_file(content, "tiny tensors")
+        needed = layout_of(content).size_bytes
+        reserved = harness.loader.memory.footprint_bytes(len(content))
+        assert needed < reserved < round_up(needed, harness.loader.memory.granularity_bytes)
+        assert isinstance(harness.load().error, UnsupportedFormat)
+        assert harness.loader.allocated_bytes() == harness.image_bytes() == 0
 
     def test_no_outline(self, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(size_bytes: int) -> int:
