@@ -119,6 +119,15 @@ def test_requests_of_a_family_that_is_given_up_do_not_wait_for_ever() -> None:
     assert router.counters["cats"] == {"requests": 5, "dropped": 1}
 
 
+def test_a_family_that_is_not_planned_for_is_answered_as_long_as_a_device_has_it() -> None:
+    fleet = ready((SMALL, 1, 1.0), (OTHER, 1, 1.0))
+    fleet.place(placed((OTHER, 1, 1.0)))
+    assert start(fleet) == []
+    router = router_of(fleet)
+    (ticket,) = tickets(1)
+    assert sent(router.arrived(0, ticket)) == [ticket]
+
+
 def test_too_many_are_refused() -> None:
     router = router_of(ready((SMALL, 1, 30.0)), queue_size=3)
     *taken, last = tickets(8)
