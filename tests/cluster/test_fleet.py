@@ -160,11 +160,34 @@ def test_a_loader_that_fails_is_tried_again_and_its_variant_is_known() -> None:
     fleet.failed(device, device.load, 0)
     assert fleet.unloadable == {LARGE}
     assert device.phase is Phase.EMPTY
+    assert start(fleet) == [], "not at once"
     assert start(fleet, 60 * SECOND) == [device]
     fleet.failed(device, device.load, 60 * SECOND)
     fleet.place(placed((SMALL, 2, 1.0)))
     start(fleet, 120 * SECOND)
     assert device.option == SMALL
+
+
+def test_a_device_that_comes_back_and_cannot_load_is_there_for_plans() -> None:
+    fleet = ready((SMALL, 1, 1.0))
+    (device,) = fleet.devices
+    fleet.lost(device, device.load, 0)
+    assert start(fleet, SECOND) == [device]
+    fleet.failed(device, device.load, SECOND)
+    assert fleet.present == [device]
+    fleet.place(placed((LARGE, 1, 1.0)))
+    assert start(fleet, 60 * SECOND) == [device]
+    assert device.option == LARGE
+
+
+def test_a_device_that_is_lost_before_it_could_change_comes_back_as_it_was_to_be() -> None:
+    fleet = ready((SMALL, 2, 9.0))
+    fleet.place(placed((LARGE, 2, 9.0)))
+    assert len(start(fleet)) == 1
+    (last,) = fleet.ready("cats")
+    fleet.lost(last, last.load, 0)
+    assert start(fleet, SECOND) == [last]
+    assert last.option == LARGE
 
 
 def test_plans_are_for_the_devices_that_are_there() -> None:
