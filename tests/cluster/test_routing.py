@@ -75,6 +75,19 @@ def test_what_no_device_has_room_for_waits_in_the_order_of_deadlines() -> None:
     assert router.counters["cats"]["dropped"] == 1
 
 
+@pytest.mark.parametrize("first", ["cats", "dogs"])
+def test_the_next_deadline_is_the_first_of_all_families(first: str) -> None:
+    """A request must not hear of its end only when one of another family is over."""
+    fleet = Fleet(["gpu", "gpu"])
+    fleet.place(placed((SMALL, 1, 1.0), (OTHER, 1, 1.0)))
+    assert len(start(fleet)) == 2
+    router = router_of(fleet)
+    for number, family in enumerate(("cats", "dogs")):
+        deadline_ns = SECOND if family == first else 9 * SECOND
+        assert router.arrived(0, Ticket(number, family, deadline_ns)) == []
+    assert router.next_deadline_ns() == SECOND + 1
+
+
 def test_others_take_over_where_the_planned_device_has_no_room() -> None:
     fleet = ready((SMALL, 1, 30.0), (LARGE, 1, 0.0))
     router = router_of(fleet)
