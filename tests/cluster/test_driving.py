@@ -37,7 +37,7 @@ class _Actor:
     """Answers at once, with its number; loads have an image of the variant's name.
 
     An item that is a function says what the answer is: of the time left, None for one that never
-    comes, an error, or a tuple as of a real actor.
+    comes, an error, a tuple as of a real actor, or a future of these.
     """
 
     def __init__(self, number: int) -> None:
@@ -71,6 +71,8 @@ class _Reference:
         self._value = value
 
     def future(self) -> Future[Any]:
+        if isinstance(self._value, Future):
+            return self._value
         future: Future[Any] = Future()
         if isinstance(self._value, Exception):
             future.set_exception(self._value)
@@ -331,6 +333,22 @@ def test_requests_on_their_way_fail_too_when_ray_is_shut_down(
     world.is_up = False
     with pytest.raises(ClusterError, match=r"^Ray was shut down before the service"):
         request.result(PATIENCE_S)
+
+
+def test_the_end_waits_for_answers(make: Maker) -> None:
+    world = make([])
+    answer: Future[Any] = Future()
+    future = world.ask(lambda limit_ms: answer)
+    ending = threading.Thread(target=world.driver.stop, args=(PATIENCE_S,))
+    ending.start()
+    wait_until(lambda: world.driver._end_ns is not None, "it is to end")
+    has_looked = threading.Event()
+    world.driver._events.put(lambda now_ns: has_looked.set())
+    assert has_looked.wait(PATIENCE_S)
+    answer.set_result(("late",))
+    assert future.result(PATIENCE_S) == "late"
+    ending.join(PATIENCE_S)
+    assert not ending.is_alive()
 
 
 def test_the_end_does_not_wait_for_answers_longer_than_it_may(make: Maker) -> None:
