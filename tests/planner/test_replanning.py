@@ -50,6 +50,21 @@ def test_requests_do_not_put_a_plan_off() -> None:
     assert replanner.next_plan_ns() == 71 * SECOND
 
 
+def test_a_short_period_is_kept_as_long_as_requests_come() -> None:
+    replanner = Replanner(placement(10), period_s=1, burst=1.1)
+    ask(replanner, 60, 10)
+    replanner.planned(61 * SECOND, placement(10))
+    ask(replanner, 61, 10)
+    assert replanner.next_plan_ns() == 62 * SECOND
+
+
+def test_a_plan_long_after_the_last_request_is_for_the_least_demand() -> None:
+    replanner = Replanner(placement(10), period_s=60, burst=1.1)
+    ask(replanner, 10, 10)
+    assert replanner.is_due(60 * SECOND)
+    assert replanner.wanted_qps(60 * SECOND) == {"cats": 0.1, "dogs": 0.1}
+
+
 def test_a_plan_after_a_pause_is_for_the_requests_that_come_now() -> None:
     replanner = Replanner(placement(100), period_s=5, burst=1.1)
     for pause_s in (100, 200):
