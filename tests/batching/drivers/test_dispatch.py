@@ -606,6 +606,18 @@ def test_an_interrupt_beside_a_request_on_its_way_does_not_enlarge_the_queue() -
     dispatch.check_empty()
 
 
+def test_an_interrupt_beside_requests_that_wait_does_not_enlarge_the_queue() -> None:
+    dispatch = waiting_dispatch(queue_size=2, rejects_when_full=True)
+    for item in range(2):
+        dispatch.make(item)
+    dispatch.recover()
+    with pytest.raises(QueueFull):
+        dispatch.make()
+    assert dispatch.stats().rejected == 1
+    dispatch.close(cancel=True)
+    dispatch.check_empty()
+
+
 @pytest.mark.parametrize("policy_fails", [False, True])
 def test_a_request_that_comes_after_the_end_keeps_no_place(
     policy_fails: bool, monkeypatch: pytest.MonkeyPatch
