@@ -73,6 +73,13 @@ def test_all_bytes_arrive(is_concurrent: bool, is_seekable: bool, tmp_path: Path
     assert len(remote.starts) == (100 if is_concurrent and is_seekable else 1)
 
 
+def test_a_last_part_may_be_shorter_than_the_others(tmp_path: Path) -> None:
+    remote = Fake()
+    remote.file = replace(remote.file, size_bytes=len(CONTENT) - PART_BYTES // 3)
+    completed(remote, remote.list(), tmp_path)
+    assert (tmp_path / "x.bin").read_bytes() == CONTENT[: remote.file.size_bytes]
+
+
 def test_parts_are_read_at_the_same_time_and_not_more_than_memory_is_for(tmp_path: Path) -> None:
     """The first part comes after all others that may be under way, and no further ones begin."""
     remote = Fake()
@@ -261,6 +268,22 @@ def test_small_files_are_read_at_the_same_time_and_not_more_than_streams(tmp_pat
     assert seen == sorted(seen)
     assert seen[-1] == remote.list().size_bytes
     assert {remote.asked.count(name) for name in SMALL if name != "bert/10"} == {1}
+
+
+def test_no_more_than_a_part_of_a_large_file_is_read_ahead(tmp_path: Path) -> None:
+    """It would be in memory as a whole."""
+    spans: list[int] = []
+
+    class Noting(Folder):
+        def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[bytes]:
+            assert end is not None
+            spans.append(end - start)
+            yield from super().read(file, start, end)
+
+    remote = Noting()
+    completed(remote, remote.list(), tmp_path)
+    assert remote.arrived(tmp_path)
+    assert max(spans) == PART_BYTES
 
 
 @pytest.mark.parametrize("is_seekable", [True, False])
