@@ -172,6 +172,17 @@ def test_a_batch_runs_whole_where_its_rule_says_so() -> None:
     assert serving.shown() == [(0, [4])]
 
 
+def test_answers_after_the_last_stage_keep_no_later_batch_from_running_whole() -> None:
+    serving = Serving()
+    request = serving.ask()
+    serving.end()
+    serving.end()
+    serving.end(left=[request])
+    serving.rule().is_whole = True
+    serving.ask()
+    assert [request.number for request in serving.whole[-1].batch] == [2]
+
+
 def test_no_batch_runs_whole_beside_another() -> None:
     serving = Serving(devices=2)
     serving.rule().is_whole = True
@@ -375,6 +386,17 @@ def test_room_is_what_the_batch_and_the_limits_leave() -> None:
         serving.ask()
     serving.end()
     assert ("stretch", 0, 3, 0) in serving.rule().asked
+
+
+def test_a_stretched_batch_is_no_larger_than_any_other() -> None:
+    serving = Serving()
+    serving.rule().joins = 9
+    serving.ask()
+    serving.end()
+    for _ in range(6):
+        serving.ask()
+    serving.end()
+    assert serving.shown() == [(0, [2, 3, 4])]
 
 
 def test_a_stretched_batch_weighs_no_more_than_any_other() -> None:
