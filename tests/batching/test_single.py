@@ -142,6 +142,15 @@ def test_the_timer_is_the_earliest_of_the_rules() -> None:
     assert policy.next_deadline_ns() is None, "no device is free"
 
 
+def test_a_later_rule_does_not_put_the_timer_off() -> None:
+    waits = {"a": Waits(30), "b": Waits(100)}
+    policy = Batching(waits.__getitem__)  # type: ignore[arg-type]
+    policy.on_event(0, Request(1, 0, key="a"))
+    policy.on_event(10, Request(2, 10, key="b"))
+    assert policy.next_deadline_ns() == 30
+    assert runs(policy.on_event(30, TIMER)) == [(0, [1])]
+
+
 def test_a_rule_that_waits_for_arrivals_alone_needs_no_timer() -> None:
     class Patient(Rule):
         def choose(self, now_ns: int) -> int:
@@ -191,6 +200,16 @@ def test_a_cancelled_request_leaves_its_place() -> None:
     assert policy.on_event(6, Cancelled(request)) == ()
     assert policy.on_event(6, Cancelled(Request(2, 0, key="unknown"))) == ()
     assert policy.on_event(100, TIMER) == ()
+
+
+def test_those_behind_a_cancelled_request_run() -> None:
+    policy = Batching(greedy)
+    run = busy(policy)
+    request = Request(1, 1)
+    policy.on_event(1, request)
+    policy.on_event(2, Request(2, 2))
+    policy.on_event(3, Cancelled(request))
+    assert runs(finish(policy, 4, run)) == [(0, [2])]
 
 
 def test_cancelling_what_runs_changes_nothing() -> None:
