@@ -43,6 +43,15 @@ def test_what_is_counted() -> None:
     assert stats.wait_total_s == 0.008
 
 
+def test_several_batches() -> None:
+    record = Record(devices=1)
+    record.add_batch([0], MS, 2 * MS)
+    record.add_batch([0, MS, 2 * MS], 9 * MS, 10 * MS)
+    stats = record.snapshot(queued=0, running=0, now_ns=10 * MS)
+    assert stats.mean_batch_size == 2
+    assert (stats.wait.p50_ms, stats.wait.max_ms) == (8, 9)
+
+
 def test_percentiles_of_the_last() -> None:
     record = Record(devices=1)
     for latency_ms in range(5000):
