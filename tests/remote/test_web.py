@@ -437,6 +437,13 @@ def test_a_page_that_is_too_long_is_not_cut_off(web: WebServer) -> None:
         WebFiles(web.put("long/", page)).list()
 
 
+def test_a_page_in_another_encoding_is_read(web: WebServer) -> None:
+    """Its text may be anything; names in links are of ASCII, or escaped."""
+    web.put("latin/a", CONTENT)
+    url = web.put("latin/", b'<h1>Mod\xe8les</h1><a href="a">\xe9</a>')
+    assert [file.name for file in WebFiles(url).list().files] == ["latin/a"]
+
+
 def test_a_page_that_is_cut_off_is_no_list(web: WebServer) -> None:
     web.put("cut/a", CONTENT)
     page = b'<a href="a">a</a>' + b" " * 100 + b'<a href="b">b</a>'
