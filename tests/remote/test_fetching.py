@@ -622,6 +622,24 @@ def test_a_digest_that_was_checked_needs_no_server(web: WebServer) -> None:
     assert web.asked == {}
 
 
+def test_a_copy_that_has_the_digest_is_not_downloaded_again(web: WebServer) -> None:
+    url = web.put("vit.pt", CONTENT)
+    unchecked = trims_shim.fetch(url)
+    web.asked.clear()
+    path = trims_shim.fetch(url, digest=digest_of(CONTENT))
+    assert read(path) == CONTENT
+    assert path != unchecked, "the one that needs no server from now on"
+    assert web.asked["body"] == 0
+
+
+def test_a_copy_that_was_damaged_is_not_taken_for_the_digest(web: WebServer) -> None:
+    url = web.put("vit.pt", CONTENT)
+    unchecked = trims_shim.fetch(url)
+    os.chmod(unchecked, 0o600)
+    Path(unchecked).write_bytes(OTHER)
+    assert read(trims_shim.fetch(url, digest=digest_of(CONTENT))) == CONTENT
+
+
 def test_each_digest_has_a_copy_of_its_own(web: WebServer) -> None:
     url = web.put("vit.pt", CONTENT)
     assert read(trims_shim.fetch(url, digest=digest_of(CONTENT))) == CONTENT

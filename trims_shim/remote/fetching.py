@@ -16,6 +16,7 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -137,11 +138,12 @@ class _Fetching:
                 if self._whole_path(name, listing):
                     partial.discard()
                     continue
-                now = self._download(partial, listing)
+                is_here = self._take_over(partial, listing)
+                now = listing if is_here else self._download(partial, listing)
                 # Another process may have checked the same digest, of another version, and use it.
                 if now.version == listing.version and not self._whole_path(name, listing):
                     path = os.path.join(self.copies.publish(partial, name), name_of(self.url))
-                    return _fetched(path, Outcome.DOWNLOADED)
+                    return _fetched(path, Outcome.THERE if is_here else Outcome.DOWNLOADED)
                 partial.discard()  # It may have bytes of two versions.
                 listing, changes = now, changes + 1
             except OSError as error:
@@ -161,6 +163,18 @@ class _Fetching:
             _is_whole(os.path.join(directory, file.name), file.size_bytes) for file in listing.files
         )
         return path if is_whole else ""
+
+    def _take_over(self, partial: Partial, listing: Listing) -> bool:
+        """Whether a copy that was fetched without the digest has it, and was copied.
+
+        Not linked: what is left of it, should this process be killed, is written to.
+        """
+        here = self._whole_path(f"{self.key}-{listing.version}", listing) if self.digest else ""
+        if not here or _digest_of(here) != self.digest:
+            return False
+        self.copies.make_room(os.path.getsize(here) - partial.size_bytes())
+        shutil.copyfile(here, os.path.join(partial.path, name_of(self.url)))
+        return True
 
     def _wait(self, *, is_first: bool) -> None:
         if is_first:
