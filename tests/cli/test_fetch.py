@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from trims_shim import config
+from trims_shim.cli import images
 from trims_shim.cli.exits import Exit
-from trims_shim.cli.fetch import evict_copies, fetch_all
+from trims_shim.cli.fetch import FetchedUrl, evict_copies, fetch_all
+from trims_shim.cli.main import main
 from trims_shim.cli.progress import Progress
 from trims_shim.errors import RemoteError
 from trims_shim.remote import fetching
@@ -53,6 +55,24 @@ def test_fetch_goes_on_after_a_url_that_fails(trims: Trims, store: str) -> None:
     assert (good["outcome"], good["size_bytes"], good["error"]) == ("downloaded", 1 << 20, "")
     assert unknown["error"].startswith("cannot be read: Protocol not known")
     assert len(done.stderr.splitlines()) == 2
+
+
+def test_no_secret_of_a_url_is_repeated(trims: Trims) -> None:
+    signed = "http://127.0.0.1:1/x/?X-Amz-Signature=secret"
+    done = trims("fetch", "--json", signed, "no-store://me:secret@host/x")
+    assert done.returncode == Exit.FAILED
+    urls = [each["url"] for each in json.loads(done.stdout)]
+    assert urls == ["http://127.0.0.1:1/x/", "no-store://me@host/x"]
+    assert "secret" not in done.stdout + done.stderr
+
+
+def test_warm_names_a_folder_without_models_without_its_password(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    url = "sftp://me:secret@host/x/"
+    monkeypatch.setattr(images, "fetch_all", lambda *_, **__: [FetchedUrl(url, str(tmp_path))])
+    assert main(["warm", url]) == Exit.FAILED
+    assert capsys.readouterr().err == "trims warm: no model file in sftp://me@host/x/\n"
 
 
 def test_fetch_with_a_digest(trims: Trims, store: str) -> None:

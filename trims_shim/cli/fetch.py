@@ -40,7 +40,7 @@ def fetch(arguments: argparse.Namespace) -> Exit:
         raise ConfigError("a digest is of one file; name one URL with --digest")
     fetched = fetch_all(arguments.urls, digest=arguments.digest, is_quiet=arguments.json)
     if arguments.json:
-        print_json([dataclasses.asdict(each) for each in fetched])
+        print_json([dataclasses.asdict(each) | {"url": shown(each.url)} for each in fetched])
     else:
         for each in fetched:
             if each.path:

@@ -35,7 +35,7 @@ from trims_shim.errors import (
 )
 from trims_shim.formats.onnx import read_model
 from trims_shim.handles import DeviceHandle, Handle
-from trims_shim.remote.listing import is_url
+from trims_shim.remote.listing import is_url, shown
 from trims_shim.specs import HOST_TIER
 from trims_shim.wire import admin, codec
 
@@ -80,7 +80,7 @@ def warm(arguments: argparse.Namespace) -> Exit:
     # Of a URL that could not be fetched, that has been said.
     missing = [word or "''" for word in empty if word not in local or paths_of[word]]
     if missing:
-        print(f"trims warm: no model file in {', '.join(missing)}", file=sys.stderr)
+        print(f"trims warm: no model file in {', '.join(map(shown, missing))}", file=sys.stderr)
     if not paths and not arguments.json:
         return Exit.FAILED
     tier = HOST_TIER if arguments.device is None else device_named(arguments.device, _devices())

@@ -139,7 +139,7 @@ def _check_host(url: str) -> None:
     try:
         host = urlsplit(url).netloc
     except ValueError as error:
-        raise ConfigError(f"{url!r} is no URL: {error}") from error
+        raise ConfigError(f"{shown(url)!r} is no URL: {error}") from error
     if "@" in host:
         raise ConfigError(f"{shown(url)}: user and password belong in ~/.netrc, not in a URL")
 
