@@ -154,6 +154,25 @@ def test_a_reload_writes_no_line_twice(run: Run, tmp_path: Path) -> None:
     assert file.read_text().count("(small_file)") == 1
 
 
+@pytest.mark.parametrize(
+    "set_up",
+    [
+        "logging.basicConfig()",
+        "logging.basicConfig(stream=sys.stdout)",
+        "logging.basicConfig(handlers=[logging.NullHandler()])",
+        "logging.basicConfig(); logging.getLogger('trims_shim').propagate = False",
+        "logging.basicConfig(); logging.root.handlers[0].setLevel('ERROR')",
+    ],
+)
+def test_a_program_that_sets_up_logging_sees_each_line_once(run: Run, set_up: str) -> None:
+    load = (
+        f"import logging, sys, trims_shim; {set_up}\n"
+        "from safetensors.numpy import load_file; load_file(sys.argv[1])\n"
+    )
+    done = run(load, TRIMS_LOG="debug", TRIMS_MIN_BYTES="1G")
+    assert (done.stdout + done.stderr).count("(small_file)") == 1
+
+
 def test_the_log_has_every_name(run: Run, tmp_path: Path) -> None:
     done = run(
         "import os, shutil, sys, trims_shim; from safetensors.numpy import load_file\n"

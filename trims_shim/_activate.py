@@ -66,11 +66,12 @@ def _set_up_logging(settings: Config) -> None:
     import logging
     import os
 
-    from trims_shim.diagnostics import LogFile
+    from trims_shim.diagnostics import LogFile, is_unseen
 
     logger = logging.getLogger("trims_shim")
     logger.setLevel(settings.log.upper())
     handler: logging.Handler = logging.StreamHandler()
+    handler.addFilter(is_unseen)
     if settings.log_file:
         # Fails for a relative path in a deleted working directory: stderr then takes the log.
         with contextlib.suppress(OSError):

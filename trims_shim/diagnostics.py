@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType
+from typing import Any
 
 from trims_shim.errors import TrimsError
 
@@ -29,6 +30,7 @@ __all__ = [
     "count",
     "fallback",
     "is_interrupt",
+    "is_unseen",
     "log",
     "pass_on",
     "reason_of",
@@ -187,6 +189,23 @@ def log(level: int, text: str, *arguments: object, error: BaseException | None =
     # Border: see above.
     except Exception as failure:
         pass_on(failure)
+
+
+def is_unseen(record: logging.LogRecord) -> bool:
+    """Whether no handler of the program's shows a record: stderr would have its line twice."""
+    handlers = logging.getLogger().handlers if _logger.propagate else ()
+    return not any(
+        record.levelno >= each.level and _is_standard(getattr(each, "stream", None))
+        for each in handlers
+    )
+
+
+def _is_standard(stream: Any) -> bool:
+    """Whether it is the process's standard output or error."""
+    try:
+        return stream.fileno() in (1, 2)
+    except (AttributeError, OSError, ValueError):  # none, one in memory, or closed
+        return False
 
 
 def reason_of(error: BaseException) -> str:
