@@ -170,6 +170,16 @@ def test_top_shows_the_ends_of_names_that_do_not_fit(warmed: Trims, model: Path)
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("columns", [60, 50, 40, 30])
+def test_top_shows_names_on_a_narrow_terminal(warmed: Trims, model: Path, columns: int) -> None:
+    digest = json.loads(warmed("ls", "--json").stdout)[0]["digest"][:12]
+    done = warmed("top", COLUMNS=str(columns))
+    assert done.returncode == Exit.OK, done.stderr
+    (row,) = [line for line in done.stdout.splitlines() if line.startswith(f" {digest}")]
+    assert row.rstrip().endswith(model.name[-10:])
+    assert len(row) <= columns
+
+
 def test_top_without_rich(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,6 +33,9 @@ __all__ = ["top"]
 _LINES_AROUND = 4
 """Of a table: its titles, the line below them, and empty ones."""
 _LEAST_ROWS = 4
+_LEAST_OF_A_NAME = 12
+_BETWEEN = 2
+"""Spaces between columns."""
 _RATES = (
     ("open_hit", "hits"),
     ("open_miss", "misses"),
@@ -56,7 +59,8 @@ def top(arguments: argparse.Namespace) -> Exit:
     if arguments.once or not sys.stdout.isatty():
         from rich.console import Console
 
-        Console().print(_draw(ask(), None))
+        console = Console()
+        console.print(_draw(ask(), None, console.width))
         return Exit.OK
     return _live(arguments.interval)
 
@@ -68,7 +72,7 @@ def _live(interval_s: float) -> Exit:
     try:
         with Live(screen=True, auto_refresh=False) as live:
             while True:
-                live.update(_draw(now, before, live.console.height), refresh=True)
+                live.update(_draw(now, before, *live.console.size), refresh=True)
                 time.sleep(interval_s)
                 before, now = now, ask()
     except KeyboardInterrupt:
@@ -78,7 +82,9 @@ def _live(interval_s: float) -> Exit:
         return Exit.NO_DAEMON
 
 
-def _draw(now: GetStatusReply, before: GetStatusReply | None, height: float = math.inf) -> Group:
+def _draw(
+    now: GetStatusReply, before: GetStatusReply | None, width: int, height: float = math.inf
+) -> Group:
     """A picture that is so high at most, if that leaves room for a few rows of each table."""
     from rich.console import Group
     from rich.text import Text
@@ -89,33 +95,48 @@ def _draw(now: GetStatusReply, before: GetStatusReply | None, height: float = ma
     tables = 2 if prepared else 1
     room = height - len(lines) - _LINES_AROUND * tables
     most = max(_LEAST_ROWS, room - len(prepared))
-    drawn = [_table(TITLES, images, most=most)]
+    drawn = [_table(TITLES, images, width=width, most=most)]
     if prepared:
         most = max(_LEAST_ROWS, room - min(len(images), most))
-        drawn.append(_table(PREPARED_TITLES, prepared, most=most))
+        drawn.append(_table(PREPARED_TITLES, prepared, width=width, most=most))
     return Group(Text("\n".join(lines)), *drawn)
 
 
 def _table(
-    titles: Sequence[str], rows: Sequence[tuple[tuple[str, ...], int]], *, most: float
+    titles: Sequence[str],
+    rows: Sequence[tuple[tuple[str, ...], int]],
+    *,
+    width: int,
+    most: float,
 ) -> Table:
-    """Rows with leases are bold."""
+    """Rows with leases are bold. Where names would have no room, the columns before them go."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     *others, names = titles
+    shown = rows if len(rows) <= most else rows[: int(most) - 1]
+    del others[_fitting(others, [cells for cells, _ in shown], width) :]
     for title in others:
         side: Literal["left", "right"] = "right" if title in RIGHT else "left"
         table.add_column(title.lower(), justify=side, no_wrap=True)
     # The only column that is narrowed if there is no room.
     table.add_column(names.lower())
-    shown = rows if len(rows) <= most else rows[: int(most) - 1]
     for (*cells, last), leases in shown:
-        table.add_row(*cells, _End(last), style="bold" if leases else None)
+        table.add_row(*cells[: len(others)], _End(last), style="bold" if leases else None)
     if len(shown) < len(rows):
         table.add_row(f"... {len(rows) - len(shown)} more")
     return table
+
+
+def _fitting(titles: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> int:
+    """How many columns leave room for a name; the first one stays in any case."""
+    used = 0
+    for number, title in enumerate(titles):
+        used += max(len(title), *(len(cells[number]) for cells in rows), 0) + _BETWEEN
+        if number and used + _LEAST_OF_A_NAME > width:
+            return number
+    return len(titles)
 
 
 class _End:
