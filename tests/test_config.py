@@ -336,6 +336,13 @@ class TestParsers:
         listed = load(write(home, 'exclude = ["/a/*", "*.bin"]'))
         assert listed.exclude == ("/a/*", "*.bin")
 
+    def test_patterns_with_colons(self, home: Path) -> None:
+        """A list in the file needs no separator."""
+        listed = load(write(home, 'exclude = ["/a:b", "/c:d/*", "*.bin"]'))
+        assert listed.exclude == ("/a:b", "/c:d/*", "*.bin")
+        shown = listed.text("exclude")
+        assert load({"TRIMS_EXCLUDE": shown}).exclude == listed.exclude
+
     @pytest.mark.parametrize("text", ["model.pt", "/a:b/*", "./x"])
     def test_no_patterns_of_absolute_paths(self, text: str) -> None:
         with pytest.raises(ConfigError, match="begin it with / or"):

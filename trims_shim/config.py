@@ -49,8 +49,6 @@ platform_problem = (
 PACKAGE_DIRECTORY = os.path.dirname(os.path.abspath(__file__))
 """The directory of this package; processes that it starts get it as part of their search path."""
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_SEPARATORS = {"patches": ",", "exclude": ":"}
-"""Of settings that may be lists in the file."""
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 # Not settings: read by the test suite, the benchmarks and the process that is being started.
@@ -116,7 +114,9 @@ def _subset(*allowed: str) -> Callable[[str], tuple[str, ...]]:
 
 
 def _path_patterns(text: str) -> tuple[str, ...]:
-    patterns = tuple(os.path.expanduser(part.strip()) for part in text.split(":") if part.strip())
+    # NUL is in no text that is parsed; see Config.
+    parts = (part.replace("\0", ":").strip() for part in text.replace(r"\:", "\0").split(":"))
+    patterns = tuple(os.path.expanduser(part) for part in parts if part)
     for pattern in patterns:
         if pattern[0] not in "/*?[":
             raise ConfigError(f"{pattern!r} matches no absolute path; begin it with / or *")
@@ -245,7 +245,7 @@ SETTINGS = (
         "",
         _path_patterns,
         "files that go to the framework's own loader: patterns of absolute paths, as the shell's, "
-        "separated by colons; * matches / as well",
+        r"separated by colons (\: is one of a name); * matches / as well",
     ),
     Setting(
         "device",
@@ -593,8 +593,10 @@ def _as_text(name: str, value: object) -> str:
     """As in the environment; what is of another type than the setting becomes no value of it."""
     if isinstance(value, bool) and _BY_NAME[name].parse is _boolean:
         return "1" if value else "0"
-    if isinstance(value, list) and name in _SEPARATORS:
-        return _SEPARATORS[name].join(str(item) for item in value)
+    if isinstance(value, list) and name == "patches":
+        return ",".join(map(str, value))
+    if isinstance(value, list) and name == "exclude":
+        return ":".join(str(item).replace(":", r"\:") for item in value)
     return str(value)
 
 
