@@ -58,6 +58,15 @@ def test_models_are_prepared_and_sessions_find_them(trims: Trims, tmp_path: Path
     assert (row["key"], row["leases"]) == (found["digest"], 0)
 
 
+def test_what_is_excluded_is_said(trims: Trims, tmp_path: Path) -> None:
+    model = tmp_path / "model.onnx"
+    save(perceptron(seed=6, width=700))(model)
+    done = trims("warm", str(model), TRIMS_EXCLUDE=str(tmp_path / "*"))
+    assert done.returncode == Exit.OK, "it is asked for all the same"
+    assert f"; {model} is excluded (TRIMS_EXCLUDE: " in done.stderr
+    assert trims("run", "-c", PROGRAM, str(model), TRIMS_EXCLUDE=str(model)).stdout == "0\n"
+
+
 def test_waiting_is_said(trims: Trims, tmp_path: Path) -> None:
     model = tmp_path / "model.onnx"
     save_external(perceptron(seed=5, width=700))(model)

@@ -170,11 +170,18 @@ def _warm(path: str, size_bytes: int, tier: str, *, is_pinned: bool, progress: P
         return _Warmed(path, tier=tier, error=error.strerror or str(error))
 
 
-def _note_of(handle: Handle | DeviceHandle) -> str:
+def _excluded(path: str) -> str:
+    """What is said of a file that the user has excluded; else empty."""
     try:
-        cache().refuse_excluded(os.path.abspath(handle.name))
+        cache().refuse_excluded(os.path.abspath(path))
     except NotServed as error:
         return f"{error}, so frameworks read it themselves"
+    return ""
+
+
+def _note_of(handle: Handle | DeviceHandle) -> str:
+    if note := _excluded(handle.name):
+        return note
     least = config.current().min_bytes
     if handle.size_bytes < least:
         return f"smaller than TRIMS_MIN_BYTES ({size(least)}), so frameworks read it themselves"
@@ -198,7 +205,8 @@ def _prepare(
     )
     outcome = "prepared" if _prepared() > before else "prepared already"
     seconds = time.monotonic() - start
-    return _Warmed(path, key, size_bytes, seconds, outcome, "prepared")
+    note = _excluded(path)
+    return _Warmed(path, key, size_bytes, seconds, outcome, "prepared", note=note)
 
 
 def _prepared() -> int:
