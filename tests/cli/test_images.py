@@ -67,6 +67,31 @@ def test_warm_says_what_will_not_be_served(warmed: Trims, tmp_path: Path, models
     assert ";" not in said["good"]
 
 
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_names_found_in_a_directory_steer_no_terminal(
+    warmed: Trims, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    name = "\x1b[31mred\u202e\n"
+    (tmp_path / f"{name}.pt").symlink_to("nowhere")
+    (tmp_path / f"a{name}.pt").write_bytes(os.urandom(MODEL_BYTES))
+    (tmp_path / f"{name}.d").mkdir()
+    cold = tmp_path / f"{name}.d" / "cold"
+    cold.touch()
+    said = [
+        warmed("warm", str(tmp_path), *more, TRIMS_EXCLUDE="*").stderr,
+        warmed("warm", str(tmp_path / f"{name}.d"), *more).stderr,
+        warmed("pin", str(cold)).stderr,
+        warmed("run", str(tmp_path / name)).stderr,
+    ]
+    assert "No such file or directory" in said[0]
+    assert "no model file in" in said[1]
+    assert "is not in the cache" in said[2]
+    assert "no such command" in said[3]
+    for text in said:
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+
+
 def test_warm_says_what_is_excluded(warmed: Trims, models: Path) -> None:
     done = warmed("warm", str(models / "b.pt"), TRIMS_EXCLUDE="*/b.pt")
     assert done.returncode == Exit.OK, "it is asked for all the same"

@@ -60,7 +60,7 @@ def fetch_all(
             done.append(fetched)
             progress.end(fetched.outcome, error=fetched.error, note="")
             if fetched.error and is_quiet:
-                print(f"trims: {shown(url)}: {fetched.error}", file=sys.stderr)
+                print(f"trims: {printable(f'{shown(url)}: {fetched.error}')}", file=sys.stderr)
     return done
 
 

@@ -20,7 +20,7 @@ from trims_shim.cli.exits import Exit
 from trims_shim.cli.fetch import evict_copies, fetch_all
 from trims_shim.cli.progress import Progress
 from trims_shim.cli.status import ask
-from trims_shim.cli.text import behind_name, counted, print_json, size
+from trims_shim.cli.text import behind_name, counted, print_json, printable, size
 from trims_shim.client.cache import cache
 from trims_shim.errors import (
     AccessDenied,
@@ -80,7 +80,8 @@ def warm(arguments: argparse.Namespace) -> Exit:
     # Of a URL that could not be fetched, that has been said.
     missing = [word or "''" for word in empty if word not in local or paths_of[word]]
     if missing:
-        print(f"trims warm: no model file in {', '.join(map(shown, missing))}", file=sys.stderr)
+        names = ", ".join(map(shown, missing))
+        print(f"trims warm: no model file in {printable(names)}", file=sys.stderr)
     if not paths and not arguments.json:
         return Exit.FAILED
     tier = HOST_TIER if arguments.device is None else device_named(arguments.device, _devices())
@@ -96,7 +97,7 @@ def warm(arguments: argparse.Namespace) -> Exit:
         print_json([dataclasses.asdict(each) for each in done])
     for each in done:
         if each.error and arguments.json:
-            print(f"trims: {each.path}: {each.said()}", file=sys.stderr)
+            print(f"trims: {printable(f'{each.path}: {each.said()}')}", file=sys.stderr)
     return Exit.FAILED if empty or any(each.error for each in done) else Exit.OK
 
 

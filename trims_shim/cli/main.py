@@ -27,6 +27,7 @@ from trims_shim.cli.stage_arguments import add_stage
 from trims_shim.cli.values import count, positive
 from trims_shim.config import platform_problem
 from trims_shim.errors import ConfigError, DaemonUnavailable, TrimsError
+from trims_shim.printable import printable
 
 __all__ = ["main", "make_parser"]
 
@@ -106,7 +107,9 @@ def _run(words: list[str]) -> int:
 def _complain(error: BaseException, code: Exit) -> Exit:
     # The import of this package has reported a setting that cannot be used already.
     if str(error) != _activate.config_problem:
-        print(f"trims: {_text(error)}", file=sys.stderr)
+        # Of libraries, some messages have several lines.
+        text = "\n".join(map(printable, _text(error).split("\n")))
+        print(f"trims: {text}", file=sys.stderr)
     _log.debug("this ended the command", exc_info=error)
     return code
 

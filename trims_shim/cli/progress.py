@@ -88,7 +88,7 @@ class Progress:
         rate = f", {size(size_bytes / seconds)}/s" if outcome in _MOVED else ""
         line = error or f"{outcome}, {size(size_bytes)} in {seconds:.2f} s{rate}"
         line += note and f"; {note}"
-        text = f"{place}: {line}"
+        text = f"{place}: {printable(line)}"
         if self._bar is None:
             say(text)
             return

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from trims_shim.cli.exits import Exit
+from trims_shim.printable import printable
 
 __all__ = ["bootstrap_directory", "environment", "resolve", "run"]
 
@@ -31,10 +32,11 @@ def run(words: Sequence[str]) -> Exit:
             signal.signal(number, signal.SIG_DFL)
         os.execvpe(command[0], command, environment(os.environ))
     except FileNotFoundError:
-        print(f"trims run: {words[0] or repr('')}: no such command or file", file=sys.stderr)
+        name = printable(words[0]) or repr("")
+        print(f"trims run: {name}: no such command or file", file=sys.stderr)
         return Exit.NOT_FOUND
     except OSError as error:
-        print(f"trims run: {words[0]}: {error.strerror}", file=sys.stderr)
+        print(f"trims run: {printable(words[0])}: {error.strerror}", file=sys.stderr)
         return Exit.NOT_EXECUTABLE
 
 
