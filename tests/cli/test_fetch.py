@@ -141,6 +141,19 @@ def test_evict_deletes_nothing_behind_a_link(
     assert precious.exists()
 
 
+def test_evict_where_no_copy_can_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As in a container with a read-only root: there is nothing to delete, which is no failure."""
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    settings = config.load({"TRIMS_CACHE_DIR": str(tmp_path / "none"), "HOME": str(tmp_path)})
+    monkeypatch.setattr(config, "_current", settings)
+    assert evict_copies("", as_json=False) == Exit.OK
+    assert capsys.readouterr().out == "evicted 0 remote models, 0 B\n"
+    with pytest.raises(RemoteError, match="there is no copy of it"):
+        evict_copies("s3://b/vit.pt", as_json=False)
+
+
 def test_evict_leaves_what_is_in_use(trims: Trims, store: str) -> None:
     program = (
         "import subprocess, sys, trims_shim\n"
