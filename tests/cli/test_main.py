@@ -168,6 +168,9 @@ def test_without_a_daemon_status_3_and_none_is_started(
     monkeypatch.setitem(cache._ours, cache._CACHE, cache.Cache(config.load()))
     assert main(words) == Exit.NO_DAEMON
     assert "trims: no socket directory" in capsys.readouterr().err
+    assert main([*words, "--json"]) == Exit.NO_DAEMON
+    printed = capsys.readouterr().out
+    assert not printed or json.loads(printed)["running"] is False, "what reads it can rely on it"
     assert not trims.sockets.exists()
 
 
