@@ -52,6 +52,8 @@ PATCH_FILES = (
     ("peft_merge", _BOTH, _TUNERS, True),
     ("peft_adapters", _BOTH, _ADAPTERS, True),
     ("peft_hotswap", _BOTH, ("peft.utils.hotswap",), True),
+    ("transformers_initializers", _BOTH, ("transformers.initialization",), True),
+    ("timm_initializers", _BOTH, ("timm.layers.weight_init",), True),
     ("transformers_rwkv", _BOTH, ("transformers.models.rwkv.modeling_rwkv",), True),
     ("diffusers_shap_e", _BOTH, ("diffusers.pipelines.shap_e.renderer",), True),
     ("diffusers_average", _BOTH, ("diffusers.training_utils",), True),

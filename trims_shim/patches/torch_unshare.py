@@ -7,7 +7,8 @@ usual writers. For tensors elsewhere, each seam costs one lookup in an empty ind
   state (``load_state_dict``, which keeps tensors that are on the device already);
 - ``load_state_dict`` copies into a module (patched here only when :mod:`.torch_module` is not
   applied, which does the same), or with ``assign=True`` puts in tensors that the module will write;
-- ``torch.nn.init`` fills a tensor (:mod:`.torch_initializers`);
+- ``torch.nn.init`` fills a tensor (:mod:`.torch_initializers`), or an initialiser of transformers
+  or timm does (:mod:`.transformers_initializers`, :mod:`.timm_initializers`);
 - a buffer, which its module may write, is registered or put in (:mod:`.accelerate_buffers`);
 - an embedding renormalises its weight, also where ``max_norm`` was set, or given to the function,
   after the load;
