@@ -254,6 +254,29 @@ def test_lists_of_tensors_in_the_state(sharing: Net, tmp_path: Path) -> None:
         each.lerp_(torch.zeros(SIDE, SIDE), 0.5)
 
 
+class Particular(torch.optim.Adam):
+    """Keeps what it is given in the place of what torch made of it, as pytorch_optimizer's do."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            self.state[parameter]["exp_avg"] = state_dict["state"][number]["exp_avg"]
+
+
+def test_state_that_an_optimizer_puts_in_by_itself(sharing: Net, tmp_path: Path) -> None:
+    optimizer = Particular(sharing.parameters(), lr=0.1)
+    train(sharing, optimizer)
+    state = optimizer.state_dict()
+    torch.save({0: {"exp_avg": torch.ones(SIDE, SIDE).half()}}, tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", map_location="cuda")
+    assert shared(loaded[0]["exp_avg"])
+    loaded = {number: {**each, **loaded.get(number, {})} for number, each in state["state"].items()}
+    optimizer.load_state_dict({**state, "state": loaded})
+    kept = optimizer.state[sharing.first.weight]["exp_avg"]
+    assert kept.dtype is torch.half
+    assert not shared(kept)
+
+
 def test_the_state_is_looked_for_once(
     sharing: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

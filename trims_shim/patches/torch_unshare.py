@@ -224,7 +224,8 @@ def _wrap_optimizer_load(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         if torch_device.is_any_shared():
-            unshare(_nested(self.state.values()), "optimizer")
+            # A subclass may yet put what it was given in the place of what torch made of it.
+            unshare(_nested((self.state, args, kwargs)), "optimizer")
         return result
 
     return load_state_dict
