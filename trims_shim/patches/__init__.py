@@ -57,6 +57,7 @@ PATCH_FILES = (
     ("transformers_rwkv", _BOTH, ("transformers.models.rwkv.modeling_rwkv",), True),
     ("diffusers_shap_e", _BOTH, ("diffusers.pipelines.shap_e.renderer",), True),
     ("diffusers_average", _BOTH, ("diffusers.training_utils",), True),
+    ("diffusers_inversion", _BOTH, ("diffusers.loaders.textual_inversion",), True),
     ("accelerate_buffers", _BOTH, ("accelerate.utils.modeling",), True),
     ("onnxruntime_options", _ONNXRUNTIME, _SESSIONS, False),
     ("onnxruntime_session", _ONNXRUNTIME, _SESSIONS, False),
