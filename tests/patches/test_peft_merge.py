@@ -31,12 +31,19 @@ class LoraLayer(nn.Module):
         super().__init__()
         self.base_layer = base
         self.lora_A = nn.ParameterDict({"default": torch.ones(8, SIDE)})
+        self.merged_adapters: list[str] = []
 
     def merge(self, safe_merge: bool = False, adapter_names: Any = None) -> None:
         # Looked up in the layer's own module, which imported it by name.
         layers = sys.modules["peft.tuners.lora.layer"]
-        if layers.check_adapters_to_merge(self, adapter_names):
+        for name in layers.check_adapters_to_merge(self, adapter_names):
             self.base_layer.weight.data += 1.0
+            self.merged_adapters.append(name)
+
+    def unmerge(self) -> None:
+        while self.merged_adapters:
+            self.merged_adapters.pop()
+            self.base_layer.weight.data -= 1.0
 
     def olora_init(self, adapter_name: str) -> None:
         weight = self.base_layer.weight.to(torch.float32)
@@ -148,6 +155,29 @@ def test_merge_of_a_single_layer(layer: LoraLayer) -> None:
     before = layer.base_layer.weight.detach().clone()
     layer.merge(adapter_names=["default"])
     assert torch.equal(layer.base_layer.weight, before + 1)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_unmerging_of_a_single_layer_that_was_loaded_again(
+    layer: LoraLayer, tmp_path: Path, assign: bool
+) -> None:
+    """As diffusers' ``unfuse_lora`` does."""
+    layer.merge(adapter_names=["default"])
+    merged = layer.base_layer.weight.detach().clone()
+    torch.save(layer.state_dict(), tmp_path / "merged.pt")
+    layer.load_state_dict(torch.load(tmp_path / "merged.pt", map_location="cuda"), assign=assign)
+    assert torch.equal(layer.base_layer.weight, merged)
+    layer.unmerge()
+    assert torch.equal(layer.base_layer.weight, merged - 1)
+
+
+def test_what_is_unmerged_is_shared_when_it_is_loaded_again(
+    layer: LoraLayer, tmp_path: Path
+) -> None:
+    layer.merge(adapter_names=["default"])
+    layer.unmerge()
+    layer.load_state_dict(torch.load(tmp_path / "layer.pt", map_location="cuda"))
+    assert shared(layer.base_layer.weight)
 
 
 def test_olora_takes_its_adapter_out_of_the_base_weight(layer: LoraLayer) -> None:

@@ -75,7 +75,7 @@ class Adopter:
             id(parameter)
             for each in module.modules()
             if torch_unshare.writes_own_parameters(each)
-            for parameter in each._parameters.values()
+            for parameter in each.parameters()
         }
 
     def close(self) -> None:

@@ -148,7 +148,7 @@ def _own_writes(module: torch.nn.Module) -> Iterator[Any]:
     for each in module.modules():
         yield from each._buffers.values()
         if writes_own_parameters(each):
-            yield from each._parameters.values()
+            yield from each.parameters()
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[Any]:
@@ -169,8 +169,13 @@ def trained() -> frozenset[int]:
 
 
 def writes_own_parameters(module: torch.nn.Module) -> bool:
-    """Whether a module's forward writes its parameters: embeddings that are renormalised."""
-    return module.__dict__.get("max_norm") is not None
+    """Whether a module writes its parameters, or those of the modules in it.
+
+    An embedding that is renormalised does in its forward. A merged layer of peft does when it is
+    unmerged, by a method that each of its classes has for itself.
+    """
+    own = module.__dict__
+    return own.get("max_norm") is not None or bool(own.get("merged_adapters"))
 
 
 # --- seams ----------------------------------------------------------------------------------------
