@@ -319,6 +319,18 @@ def test_what_breaks_the_import_of_our_code_breaks_no_program(run: Run, broken: 
     assert done.stderr.count("\n") == 1
 
 
+def test_a_package_that_is_removed_under_a_program_breaks_no_import(run: Run) -> None:
+    """Found: `import torch` failed after an upgrade or removal, and could not be tried again."""
+    done = run(
+        "import sys, trims_shim\n"
+        "for name in ('diagnostics', 'patches.points'):\n"
+        "    assert sys.modules.setdefault('trims_shim.' + name) is None\n"
+        "import safetensors.numpy as library; library.load_file(sys.argv[1])"
+    )
+    assert done.stderr.count("trims_shim stays inactive: it was removed or replaced") == 1
+    assert done.stderr.count("\n") == 1
+
+
 def test_what_a_signal_handler_raises_ends_the_import(run: Run) -> None:
     """A time limit holds for the import of the shim as well."""
     done = run(

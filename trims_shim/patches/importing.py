@@ -25,6 +25,8 @@ __all__ = ["call_when_imported"]
 _hooks: dict[str, list[Callable[[], None]]] = {}
 _running: set[str] = set()
 """Modules whose code a :class:`_Loader` is running."""
+_told: list[Exception] = []
+"""What :func:`_warn_of_removal` has told."""
 
 
 def call_when_imported(name: str, hook: Callable[[], None]) -> None:
@@ -102,9 +104,28 @@ def _run(hook: Callable[[], None]) -> None:
         hook()
     # Border: a failing hook would make the import of the user's library fail.
     except Exception as error:
-        from trims_shim import diagnostics
+        _count(error)
 
+
+def _count(error: Exception) -> None:
+    try:
+        from trims_shim import diagnostics
+    except ImportError:
+        _warn_of_removal(error)
+    else:
         diagnostics.fallback("import_hook", error, what="patching")
+
+
+def _warn_of_removal(error: Exception) -> None:
+    """Say once that the package was removed or replaced while the program ran."""
+    if _told:
+        return
+    import logging
+
+    _told.append(error)
+    logging.getLogger("trims_shim").warning(
+        "trims_shim stays inactive: it was removed or replaced under this program: %s", error
+    )
 
 
 class _Finder:
