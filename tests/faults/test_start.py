@@ -590,6 +590,19 @@ def test_an_older_package_of_the_same_protocol_uses_the_newer_daemon(running: Wo
     assert said == [content(1)[:8].hex(), pid]
 
 
+def test_a_package_that_was_downgraded_under_a_client_replaces_no_daemon_by_its_like(
+    running: World,
+) -> None:
+    """Found: each process that had imported the newer one began yet another older daemon."""
+    path = running.file(1)
+    pid = running.pid()
+    said = running.run(
+        _PACKAGE.format(package="9.9.9", protocol=messages.PROTOCOL_VERSION)
+        + f"arena = open_file({path!r})\nsay([data(arena)[:8].hex(), cache().welcome().pid])\n"
+    )
+    assert said == [content(1)[:8].hex(), pid]
+
+
 def test_ten_newer_clients_replace_it_once(world: World) -> None:
     path = world.file(1, 1 << 16)
     old = start_version(world, "0.0.1", messages.PROTOCOL_VERSION)
