@@ -87,6 +87,49 @@ def test_a_daemon_of_another_user_is_not_trusted(world: World) -> None:
     impostor.kill()
 
 
+_IMPOSTOR = """
+os.setgroups([]); os.setgid(2001); os.setuid(2001)
+listener = handover.new_socket()
+listener.bind({socket!r})
+os.chmod({socket!r}, 0o666)
+listener.listen(5)
+say()
+listener.accept()
+"""
+_UNMAPPED_USER = """
+import ctypes
+from trims_shim.wire.endpoint import Endpoint
+os.setgroups([]); os.setgid(2002); os.setuid(2002)
+is_unmapped = ctypes.CDLL(None).unshare(0x10000000) == 0  # CLONE_NEWUSER
+def attempt(act):
+    try:
+        return act()
+    except errors.TrimsError as error:
+        return type(error).__name__
+say([is_unmapped and os.geteuid(), attempt(lambda: open_file({path!r}).size_bytes),
+     attempt(Endpoint({own!r}).create)])
+"""
+
+
+def test_in_a_user_namespace_without_a_map_others_are_still_others(world: World) -> None:
+    """All users look alike there. Found: another one's daemon got the files, and was believed."""
+    os.chmod(world.root, 0o777)
+    os.mkdir(world.sockets, 0o755)
+    os.chown(world.sockets, 2001, 2001)
+    path = world.file(1)
+    os.chmod(path, 0o644)
+    impostor = world.spawn(_IMPOSTOR.format(socket=f"{world.sockets}/handover.sock"))
+    impostor.hear()
+    script = _UNMAPPED_USER.format(path=path, own=f"{world.root}/own")
+    user, served, made = world.run(script, autostart="0", stall_timeout="2")
+    if user is False:
+        pytest.skip("users may make no user namespaces here")
+    assert user == NOBODY
+    assert served == "UnusableSocketDir"
+    assert made is None, "its own directory is"
+    impostor.kill()
+
+
 def test_who_is_not_in_the_group_is_told_so(shared: World) -> None:
     """Not that none answers, and to start one: it runs, and that is nothing this user may do."""
     os.chmod(shared.file(1), 0o644)

@@ -20,6 +20,8 @@ __all__ = ["Endpoint", "choose"]
 
 _SUN_PATH_LIMIT_BYTES = 107
 _LONGEST_NAME = "control-0123456789abcdef.sock"
+_UNMAPPED = 65534
+"""In a user namespace, all users whom it does not map look like this one (overflowuid)."""
 
 
 class Endpoint(NamedTuple):
@@ -168,7 +170,7 @@ def _check_status(directory: str, status: os.stat_result) -> None:
             f"socket directory {directory} is not a directory, and may be no link to one; set "
             "TRIMS_SOCKET_DIR to a directory of yours"
         )
-    if status.st_uid not in (os.geteuid(), 0):
+    if status.st_uid != 0 and not _is_ours(directory, status):
         raise UnusableSocketDir(
             f"socket directory {directory} belongs to user {status.st_uid}, not to you or root; "
             f"set TRIMS_SOCKET_DIR to a directory of yours"
@@ -182,3 +184,17 @@ def _check_status(directory: str, status: os.stat_result) -> None:
     for bit, who in ((stat.S_IWOTH, "everybody"), (stat.S_IWGRP, "its group")):
         if stat.S_IMODE(status.st_mode) & bit:
             raise UnusableSocketDir(f"socket directory {directory} is writable by {who}; {advice}")
+
+
+def _is_ours(directory: str, status: os.stat_result) -> bool:
+    return status.st_uid == os.geteuid() and (status.st_uid != _UNMAPPED or _may_own(directory))
+
+
+def _may_own(directory: str) -> bool:
+    """Whether the kernel takes us for the owner: others may not open with O_NOATIME (open(2))."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NOATIME | os.O_CLOEXEC
+    try:
+        os.close(os.open(directory, flags))
+    except OSError:
+        return False
+    return True
