@@ -20,24 +20,27 @@ def test_stamps_in_whole_seconds_take_longer_to_change(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("file_system", "mtime_ns", "ctime_ns", "is_trusted"),
+    ("file_system", "major", "mtime_ns", "ctime_ns", "is_trusted"),
     [
-        (0x73717368, 5_000_000_000, 5_000_000_000, False),  # squashfs
-        (0xEF53, 5_000_000_000, 5_000_000_000, True),  # ext4
-        (0, 5_000_000_000, 6_000_000_000, True),
-        (0, 5_000_000_001, 5_000_000_001, True),
+        (0x73717368, 7, 5_000_000_000, 5_000_000_000, False),  # squashfs
+        (0xEF53, 8, 5_000_000_000, 5_000_000_000, True),  # ext4
+        (0xEF53, 7, 5_000_000_000, 5_000_000_000, False),  # an image of ext4, on a loop device
+        (0xEF53, 7, 5_000_000_001, 5_000_000_001, True),
+        (0, 8, 5_000_000_000, 6_000_000_000, True),
+        (0, 8, 5_000_000_001, 5_000_000_001, True),
     ],
 )
 def test_what_may_be_no_change_time_is_not_trusted(
     monkeypatch: pytest.MonkeyPatch,
     file_system: int,
+    major: int,
     mtime_ns: int,
     ctime_ns: int,
     is_trusted: bool,
 ) -> None:
     """Found: an image mounted in the place of another of the same build date was a hit."""
     monkeypatch.setattr(file_systems, "_file_system", lambda descriptor: file_system)
-    identity = Identity(os.makedev(7, 1), 1, 1, mtime_ns, ctime_ns)
+    identity = Identity(os.makedev(major, 1), 1, 1, mtime_ns, ctime_ns)
     assert file_systems.has_change_time(-1, identity) is is_trusted
 
 
