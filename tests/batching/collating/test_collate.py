@@ -348,6 +348,17 @@ def test_small_rows_of_a_big_batch_are_copies() -> None:
     assert split(big.numpy().copy(), rows)[0].base is None
 
 
+def test_records_of_a_big_batch_are_copies() -> None:
+    big = np.zeros(1 << 17, dtype=[("label", "i8"), ("score", "f8")])
+    big["label"] = np.arange(len(big))
+    results = split(big, len(big))
+    assert results[7].base is not big
+    assert results[7].dtype == big.dtype
+    assert results[7].item() == (7, 0.0)
+    few = big[:2].copy()
+    assert split(few, 2)[1].base is few
+
+
 def test_large_rows_of_a_big_batch_are_views() -> None:
     big = torch.zeros(3, 1 << 20)
     assert split(big)[1].untyped_storage().data_ptr() == big.untyped_storage().data_ptr()

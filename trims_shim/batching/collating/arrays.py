@@ -227,8 +227,9 @@ class _Numpy(ArrayLibrary):
 
     def parts(self, batch: Any, sizes: Sequence[int] | None) -> list[Any]:
         if sizes is None:
-            parts = list(batch)  # of one axis: scalars and objects, which keep nothing alive
-            if batch.ndim == 1:
+            parts = list(batch)
+            # Of one axis: scalars and objects, which keep nothing alive; records are views.
+            if batch.ndim == 1 and batch.dtype.names is None:
                 return parts
         else:
             parts = [batch[start:end] for start, end in _bounds(sizes)]
