@@ -59,6 +59,33 @@ def test_searches_keep_to_the_memory() -> None:
     assert {each for start in fitting for each in neighbours(problem, start)} <= set(fitting)
 
 
+def test_workers_change_places_where_memory_is_full() -> None:
+    """Each member alone fills a device, and each is quicker on the other's."""
+    lines = {"a": {"new": (2, 1), "old": (1, 1)}, "b": {"new": (1, 1), "old": (9, 1)}}
+    members = {
+        name: MemberProfile(
+            dict.fromkeys(kinds, Footprint(8)),
+            {kind: LatencyProfile.linear(*line, max_batch_size=8) for kind, line in kinds.items()},
+        )
+        for name, kinds in lines.items()
+    }
+    problem = Problem([Device("new:0", 10), Device("old:0", 10)], members, (8,))
+    assert worst_fit_decreasing(problem).batch_sizes == ((8, 0), (0, 8))
+    assert optimise(problem, tries=500).batch_sizes == ((0, 8), (8, 0))
+
+
+def test_a_worker_moves_where_memory_is_full() -> None:
+    """Parts of a processor share memory, which has no room for one worker more."""
+    parts = [Device("cpu:0", 20), Device("cpu:1", 20, is_reserve=True)]
+    footprint = {"cpu": Footprint(1, worker_bytes=8)}
+    profile = LatencyProfile.linear(1, 1, max_batch_size=8)
+    member = MemberProfile(footprint, {"cpu": profile})
+    problem = Problem(parts, {"a": member, "b": member}, (8,))
+    assert worst_fit_decreasing(problem).batch_sizes == ((8, 8), (0, 0))
+    found = optimise(problem, tries=500)
+    assert sorted(found.batch_sizes) == [(0, 8), (8, 0)]
+
+
 def test_a_climb_ends_when_each_change_was_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = random_problem(Random(4), devices=3, members=3)
     asked: list[Allocation] = []

@@ -22,6 +22,11 @@ _HARDLY = 0.005
 """Of the throughput: so little is given up for smaller batches and fewer workers."""
 _SHAKEN = (2, 3, 4)
 """Elements that are changed at random before another local search."""
+_MOVES = 0.25
+_MOVED = (1, 2)
+"""In place of that, so often, so many workers go to other devices."""
+_PATIENCE = 8
+"""For each element: so often nothing was changed before it is believed that nothing can be."""
 
 
 def bounded_greedy(
@@ -164,15 +169,30 @@ class _Search:
 
     def _shaken(self, best: Allocation) -> Allocation | None:
         """Some random changes of ``best``; None when there are no tries left, or no other."""
-        for _ in range(len(self._elements)):
+        for _ in range(_PATIENCE * len(self._elements)):
             if self._tries <= 0:
                 break
-            changed: Allocation | None = best
-            for element in self._random.choices(self._elements, k=self._random.choice(_SHAKEN)):
-                changed = changed and (_changed(self._problem, changed, element) or changed)
+            changed = self._moved(best) if self._random.random() < _MOVES else self._altered(best)
             if changed != best:
                 return changed
         return None
+
+    def _altered(self, best: Allocation) -> Allocation:
+        changed = best
+        for element in self._random.choices(self._elements, k=self._random.choice(_SHAKEN)):
+            changed = _changed(self._problem, changed, element) or changed
+        return changed
+
+    def _moved(self, best: Allocation) -> Allocation:
+        """Where memory is full, workers can only move, or change places, all at once."""
+        changed = best
+        for _ in range(self._random.choice(_MOVED)):
+            member = self._random.randrange(len(self._problem.members))
+            one, other = self._random.choices(range(len(self._problem.devices)), k=2)
+            sizes = changed.batch_sizes[one][member], changed.batch_sizes[other][member]
+            changed = changed.with_batch_size(one, member, sizes[1])
+            changed = changed.with_batch_size(other, member, sizes[0])
+        return changed if self._problem.fits(changed) else best
 
     def _rate(self, allocation: Allocation) -> float:
         self._tries -= 1
