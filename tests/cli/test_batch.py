@@ -136,6 +136,16 @@ def test_profile_with_a_size_that_takes_longer_than_a_larger_one(
     assert run_json(*words, "--repeats", "3", capsys=capsys)["slow_sizes"] == [3]
 
 
+def test_profile_of_a_size_that_a_file_may_not_have(
+    app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["profile", "batch_app:double", "--item", "batch_app:one", "-o", "made.json"]
+    assert main(["batch", *words, "--max-batch-size", "65537"]) == Exit.USAGE
+    assert "batches of up to 65536, not of 65537" in capsys.readouterr().err
+    assert not app().batches
+    assert not Path("made.json").exists()
+
+
 @pytest.mark.parametrize("name", ["lazily", "later", "stream", "stream_later"])
 def test_profile_of_other_kinds_of_functions(
     name: str, app: Callable[[], Any], capsys: pytest.CaptureFixture[str]

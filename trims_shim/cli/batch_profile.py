@@ -22,10 +22,17 @@ from trims_shim.batching.collating.collate import Collate, answers, collate_of, 
 from trims_shim.batching.drivers.functions import BatchFunction
 from trims_shim.batching.profiles.profile import LatencyProfile, slow_sizes
 from trims_shim.batching.profiles.profile_store import SavedProfile, save_profile
-from trims_shim.batching.profiles.profiling import measure, sizes_to_measure
+from trims_shim.batching.profiles.profiling import measure
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.progress import say
-from trims_shim.cli.targets import import_from_here, items_of, named, printing_apart, running
+from trims_shim.cli.targets import (
+    import_from_here,
+    items_of,
+    named,
+    printing_apart,
+    running,
+    sizes_of,
+)
 from trims_shim.cli.text import print_json, table
 from trims_shim.errors import TrimsError
 
@@ -40,7 +47,7 @@ def profile(arguments: argparse.Namespace) -> Exit:
     # One loop for all batches: objects that a function keeps may belong to it.
     with printing_apart(), contextlib.closing(asyncio.new_event_loop()) as loop:
         target = _target(arguments, loop)
-        sizes = sorted(set(arguments.sizes or sizes_to_measure(target.max_batch_size)))
+        sizes = sizes_of(arguments, target.max_batch_size)
         durations_ns = _measure(target, sizes, arguments)
     measured = LatencyProfile.measured(durations_ns, pads=False)
     if arguments.output:

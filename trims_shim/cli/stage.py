@@ -14,7 +14,7 @@ from typing import Any
 
 from trims_shim.batching.drivers.lanes import Lane, lane_of
 from trims_shim.batching.profiles.profile_store import machine_text
-from trims_shim.batching.profiles.profiling import measure, sizes_to_measure
+from trims_shim.batching.profiles.profiling import measure
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.profiles.diversity import stretch_gain
 from trims_shim.batching.staged.profiles.profile_files import SavedStages, save_staged_profile
@@ -30,7 +30,7 @@ from trims_shim.batching.staged.profiles.width import measure_width
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.progress import say
 from trims_shim.cli.stage_target import StageTarget
-from trims_shim.cli.targets import import_from_here, on_device, printing_apart, running
+from trims_shim.cli.targets import import_from_here, on_device, printing_apart, running, sizes_of
 from trims_shim.cli.text import counted, print_json, table
 from trims_shim.errors import ConfigError, StagingError
 
@@ -53,7 +53,7 @@ def profile(arguments: argparse.Namespace) -> Exit:
     end_ns = time.perf_counter_ns() + round(arguments.limit_s * _NS_PER_S)
     with printing_apart():
         target = StageTarget.of(arguments)
-        sizes = sorted(set(arguments.sizes or sizes_to_measure(target.max_batch_size)))
+        sizes = sizes_of(arguments, target.max_batch_size)
         model, tries = _cut(target, sizes, arguments, end_ns)
         saved = _measured(target, model, sizes, arguments, end_ns)
     if arguments.output:

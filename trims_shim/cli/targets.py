@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from trims_shim.batching.profiles.profile_json import LARGEST_SIZE
+from trims_shim.batching.profiles.profiling import sizes_to_measure
 from trims_shim.errors import ConfigError, TrimsError
 from trims_shim.printable import first_line, printable
 
@@ -23,6 +25,7 @@ __all__ = [
     "printing_apart",
     "random_tensor",
     "running",
+    "sizes_of",
 ]
 
 
@@ -30,6 +33,16 @@ def import_from_here() -> None:
     """Make the current directory importable, as ``python -m`` does."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+
+
+def sizes_of(arguments: argparse.Namespace, largest: int) -> list[int]:
+    """The batch sizes to measure. Raises ConfigError for one that no profile's file may have."""
+    sizes = sorted(set(arguments.sizes or sizes_to_measure(largest)))
+    if arguments.output and sizes[-1] > LARGEST_SIZE:
+        raise ConfigError(
+            f"a file has batches of up to {LARGEST_SIZE}, not of {sizes[-1]}; measure smaller ones"
+        )
+    return sizes
 
 
 @contextlib.contextmanager

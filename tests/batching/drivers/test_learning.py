@@ -271,6 +271,17 @@ def test_saved_under_a_lasting_name_and_found_again(tmp_path: Path) -> None:
         assert nameless.profile("key").latency_ns(1) < MS
 
 
+def test_sizes_that_a_file_may_not_have_are_not_saved(tmp_path: Path) -> None:
+    """A largest size that is meant as none: what was learned of the others is found again."""
+    most, store = 1 << 17, ProfileStore(str(tmp_path))
+    first = make(name="name", store=lambda: store, max_batch_size=most)
+    first.measured("key", {1: 5 * MS, 8: 6 * MS, most: 90 * MS})
+    first.save()
+    again = make(name="name", store=lambda: store, max_batch_size=most)
+    assert again.profile("key").latency_ns(1) == 5 * MS
+    assert again.profile("key").latency_ns(8) == 6 * MS
+
+
 def test_nothing_is_saved_of_a_few_batches_or_of_a_given_profile(tmp_path: Path) -> None:
     store = ProfileStore(str(tmp_path / "profiles"))
     prior = LatencyProfile.linear(1, 1, max_batch_size=8)

@@ -22,6 +22,7 @@ from trims_shim.batching.policies.mixing import companions
 from trims_shim.batching.profiles.learning import LearnedProfile
 from trims_shim.batching.profiles.lengths import LengthCurve
 from trims_shim.batching.profiles.profile import LatencyProfile
+from trims_shim.batching.profiles.profile_json import LARGEST_SIZE
 from trims_shim.batching.profiles.profile_store import ProfileStore, SavedProfile
 from trims_shim.batching.profiles.profiling import sizes_to_measure
 from trims_shim.batching.protocol import Drop, DropReason, Policy
@@ -284,7 +285,8 @@ class Learning:
             store = self._opened_store() if found else None
         if store is None:
             return
-        for key, known in found:
+        for key, latencies_ns in found:
+            known = {size: each for size, each in latencies_ns.items() if size <= LARGEST_SIZE}
             if known:
                 saved = SavedProfile(known, max(known), self._batch_sizes is not None)
                 store.save(self.name, key, saved)
