@@ -872,6 +872,25 @@ def test_a_time_limit_ends_its_caller_and_is_no_failure_of_a_stage(
         assert batcher.stage_stats().failures == 0
 
 
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_stage_that_ends_its_thread_fails_its_batch_and_no_later_one(broken: int) -> None:
+    """``sys.exit`` in a stage: the whole is not asked instead, and its place is free again."""
+
+    def stage(number: int, items: list[int]) -> list[int]:
+        if number == broken and items == [1]:
+            raise SystemExit
+        return items
+
+    model = StagedModel([functools.partial(stage, number) for number in range(2)])
+    with plain(model, policy="immediate", max_batch_size=1) as batcher:
+        assert isinstance(batcher.submit(1).exception(LONG_S), SystemExit)
+        assert batcher.submit(2).result(LONG_S) == 2
+        batcher.drain(LONG_S)
+        stats = batcher.stats()
+        assert batcher.stage_stats().failures == 0
+    assert (stats.submitted, stats.failed, stats.answered, stats.running) == (2, 1, 1, 0)
+
+
 def break_down(batcher: Batcher, error: BaseException) -> None:
     """As if the policy had failed, between two events."""
     batcher._engine.threads().post(lambda now_ns: _raise(error))
