@@ -101,6 +101,16 @@ def test_between_refreshes_it_keeps_what_it_learned() -> None:
     assert waits_ms(rule, 2500) == pytest.approx(0.95 * 10 - 1 - 2)
     finish(rule, 1, 6500, 22, wait_ms=10)
     assert waits_ms(rule, 7000) == pytest.approx(0.95 * 40 - 1 - 2)
+    finish(rule, 1, 7500, 22, wait_ms=400)  # five seconds from the last time, not from the first
+    assert waits_ms(rule, 8000) == pytest.approx(0.95 * 40 - 1 - 2)
+
+
+def test_one_more_item_never_makes_a_batch_quicker() -> None:
+    """As it seems if the larger batches were the quicker ones by chance: a = .001."""
+    rule = Cork(PROFILE, max_batch_size=4)
+    finish(rule, 1, 1000, 60, wait_ms=8)
+    finish(rule, 4, 6500, 30, wait_ms=8)
+    assert waits_ms(rule, 7000) == pytest.approx(0.95 * 8 - 1 - 0.001)
 
 
 def test_batches_of_one_size_move_the_line_up_and_down_only() -> None:
