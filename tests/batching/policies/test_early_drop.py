@@ -123,6 +123,29 @@ def test_late_ones_of_low_priority_make_room_for_others_of_it() -> None:
     assert history.log[-1] == (ms(22), "run", (1, 3))
 
 
+def test_all_of_low_priority_go_if_none_is_in_time_beside_the_others() -> None:
+    """The second would be in time alone, at 22, not in a batch of two, at 24."""
+    rule = rule_with(Request(0, 0, ms(90), priority=1), Request(1, 0, ms(23)))
+    assert (rule.choose(0), rule.has_shed) == (1, True)
+    (drop,) = rule.take_drops()
+    assert [each.number for each in drop.requests] == [1]
+    assert [each.number for each in rule.queue] == [0]
+
+
+def test_low_priorities_fill_up_also_where_higher_ones_had_to_go() -> None:
+    """The first of each priority is in time alone, at 22, and in no larger batch."""
+    rule = rule_with(
+        Request(0, 0, ms(23), priority=1),
+        Request(1, 0, ms(90), priority=1),
+        Request(2, 0, ms(23)),
+        Request(3, 0, ms(200)),
+    )
+    assert rule.choose(0) == 2
+    (drop,) = rule.take_drops()
+    assert [each.number for each in drop.requests] == [0, 2]
+    assert [each.number for each in rule.queue] == [1, 3]
+
+
 @given(instance=instances(keys="ab"), margin_ms=st.integers(0, 20))
 def test_a_margin_is_a_slower_profile(instance: Instance, margin_ms: int) -> None:
     slower = LatencyProfile(
