@@ -62,14 +62,15 @@ def test_a_margin_is_kept_free() -> None:
 
 
 def learned(**options: Any) -> Proteus:
-    """After timers 2 ms late, batches 3 ms longer than expected, and one of 50 ms."""
+    """After timers 2 ms late, batches 3 ms longer than expected, one of 50 ms and one of none."""
     rule = Proteus(PROFILE, max_batch_size=4, **options)
     for number in range(300):
         batch = [Request(number, 0)]
         rule.on_wake(ms(2))
         rule.on_finished(ms(25 if number != 200 else 72), Finished(0, batch, 0))
         rule.on_finished(ms(500), Finished(0, batch, 0, is_typical=False))
-    rule.queue.add(Request(300, 0, ms(100)))
+    rule.on_finished(ms(22), Finished(0, [Request(300, 0)], 0))
+    rule.queue.add(Request(301, 0, ms(100)))
     return rule
 
 
