@@ -389,6 +389,16 @@ def test_or_served_late(make_scene: Callable[..., Scene]) -> None:
     assert results(scene.submit("short", 1, deadline_ms=5)) == [1]
 
 
+def test_late_ones_are_served_also_after_others_of_their_model(
+    make_scene: Callable[..., Scene],
+) -> None:
+    scene = make_scene(when_late="serve")
+    scene.short.open(2)
+    assert results(scene.submit("short", 1)) == [1]
+    scene.batcher.drain(PATIENCE_S)  # what was learned of the first one is known
+    assert results(scene.submit("short", 2, deadline_ms=5)) == [2]
+
+
 def test_an_objective_may_be_set_for_all(make_scene: Callable[..., Scene]) -> None:
     scene = make_scene()
     scene.batcher.update(slo_ms=5)

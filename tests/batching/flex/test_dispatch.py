@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import uuid
 from collections.abc import Callable
 
 import numpy as np
 import pytest
+from harness import PATIENCE_S
 
 from trims_shim.batching.flex.batcher import FlexBatcher
 from trims_shim.batching.flex.dispatch import FlexLearning, _ascending
@@ -127,6 +130,50 @@ def test_another_batch_size_is_for_all_models() -> None:
         assert learned(batcher).max_batch_size == 5
         assert batcher("m", 1) == 1
         assert batcher.max_batch_size == 5
+
+
+def test_another_batch_size_holds_for_what_is_queued_of_a_known_model() -> None:
+    entered, gate = threading.Event(), threading.Event()
+    sizes: list[int] = []
+
+    def hold(batch: list[int]) -> list[int]:
+        entered.set()
+        assert gate.wait(PATIENCE_S)
+        return batch
+
+    def note(batch: list[int]) -> list[int]:
+        sizes.append(len(batch))
+        return batch
+
+    models = {"held": [hold], "known": [note]}
+    with FlexBatcher(models, collate="list", clock_ns=Clock()) as batcher:
+        batcher("known", 0)
+        held = batcher.submit("held", 0)
+        assert entered.wait(PATIENCE_S)
+        queued = [batcher.submit("known", number) for number in range(4)]
+        batcher.update(max_batch_size=2)
+        gate.set()
+        assert [each.result(PATIENCE_S) for each in [held, *queued]] == [0, 0, 1, 2, 3]
+    assert sizes == [1, 2, 2]
+
+
+def test_what_was_learned_is_kept_for_the_next_one_of_its_name() -> None:
+    def make(name: str, takes_ms: float) -> FlexBatcher:
+        clock = Clock()
+        return FlexBatcher(
+            {"m": [clock.stage(takes_ms)]}, collate="list", name=name, clock_ns=clock
+        )
+
+    name = f"kept-{uuid.uuid4()}"
+    with make(name, 50) as batcher:
+        for number in range(20):
+            batcher("m", number)
+    for same, is_known in ((name, True), (f"another-{name}", False)):
+        with make(same, 10) as batcher:
+            learning = batcher._engine.options.learning
+            assert isinstance(learning, FlexLearning)
+            latency_ns = learning.model(("m", KEY_SIGNATURE)).profile.latency_ns(1)
+        assert (latency_ns == pytest.approx(50 * MS, rel=0.05)) == is_known
 
 
 @pytest.mark.parametrize(
