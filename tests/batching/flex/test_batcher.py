@@ -18,7 +18,7 @@ from harness import PATIENCE_S, wait_until
 
 from trims_shim.batching.collating.collate import Collate
 from trims_shim.batching.flex.batcher import FlexBatcher, PreemptionStats
-from trims_shim.batching.flex.dispatch import FlexDispatch
+from trims_shim.batching.flex.dispatch import FlexDispatch, FlexJob
 from trims_shim.batching.flex.exit_points import exit_point
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.errors import BatcherClosed, QueueFull, RequestDropped
@@ -222,13 +222,13 @@ def test_an_interrupt_while_a_batch_that_was_given_up_is_queued_again_loses_none
 
 
 def test_what_giving_up_costs_is_told(make_scene: Callable[..., Scene]) -> None:
-    now_ns = 0
+    now_ns = 1_000_000
     scene = make_scene(clock_ns=lambda: now_ns)
     scene.submit("long", "a")
     scene.long.wait()
-    now_ns = 3_000_000
+    now_ns = 4_000_000
     scene.submit("short", *range(4))
-    now_ns = 5_000_000
+    now_ns = 6_000_000
     scene.long.open()
     scene.short.wait()
     expected = PreemptionStats(preemptions=1, wasted_s=0.005, stop_p50_ms=2, stop_p99_ms=2)
@@ -340,6 +340,35 @@ def test_what_was_given_up_can_be_cancelled(make_scene: Callable[..., Scene]) ->
     results(shorts)
     scene.batcher.drain(PATIENCE_S)
     assert scene.long.calls == [["a"]], "it did not run again"
+    assert scene.batcher.stats().cancelled == 1
+
+
+def test_who_gave_up_before_a_batch_that_is_given_up_is_waited_for_no_longer(
+    make_scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = FlexJob.begin
+
+    def cancel_and_begin(job: FlexJob, now_ns: int) -> list[Any]:
+        longs[1].cancel()
+        return begin(job, now_ns)
+
+    scene = make_scene()
+    scene.submit("short", 0)
+    scene.short.wait()
+    longs = scene.submit("long", "a", "b")
+    monkeypatch.setattr(FlexJob, "begin", cancel_and_begin)
+    scene.short.open()
+    scene.long.wait()
+    drain = threading.Thread(target=scene.batcher.drain, args=[PATIENCE_S])
+    drain.start()
+    (dispatch,) = scene.batcher._engine.dispatches()
+    wait_until(lambda: dispatch._watches)
+    scene.submit("short", *range(8))
+    scene.long.open(2)
+    scene.short.open()
+    assert results(longs[:1]) == ["a!"]
+    wait_until(lambda: not drain.is_alive())
+    assert scene.long.calls == [["a"], ["a"]]
     assert scene.batcher.stats().cancelled == 1
 
 

@@ -87,9 +87,10 @@ def test_no_more_than_a_batch_can_hold() -> None:
 
 def test_no_more_than_a_batch_may_weigh() -> None:
     rule, light, heavy = rule_of(8, 2, weight=3), rule_of(16, 3, weight=2), rule_of(32, 2, weight=5)
-    for each in (rule, light, heavy):
+    last = rule_of(64, 2, weight=2)  # would fit beside the first ones, but not beside all
+    for each in (rule, light, heavy, last):
         each.max_weight = 10
-    assert joined(rule, 2, light, heavy) == [(16, 2)]
+    assert joined(rule, 2, light, heavy, last) == [(16, 2)]
 
 
 def test_those_of_other_priority_keep_to_themselves() -> None:
