@@ -166,6 +166,16 @@ def test_then_it_waits_only_for_one_that_comes_so_soon_that_all_are_answered_soo
     assert bench.running is not None
 
 
+def test_it_does_not_wait_so_long_that_one_more_would_make_it_late() -> None:
+    """Those who had to wait for the device have less time left: a batch of two takes 24 ms."""
+    bench = used_to_company(after_ms=1)
+    bench.arrive(100)
+    bench.wake(104)
+    bench.arrive(105, slo_ms=50)
+    bench.finish(130, is_typical=False)
+    assert bench.wakes_ms() == pytest.approx(131)
+
+
 def test_a_burst_that_was_too_large_is_forgotten_only_after_many_batches() -> None:
     bench = used_to_company(after_ms=15, bursts=3)
     now_ms = 1000.0

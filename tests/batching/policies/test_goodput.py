@@ -25,9 +25,10 @@ def asked(
     arrivals_ms: Sequence[float] | None = None,
     priorities: Sequence[int] | None = None,
     has_rivals: bool = False,
+    margin_ms: float = 0,
 ) -> tuple[Rule, int]:
     """A rule whose queue holds such requests, and its answer."""
-    rule = Goodput(profile, max_batch_size=profile.max_batch_size)
+    rule = Goodput(profile, max_batch_size=profile.max_batch_size, margin_ms=margin_ms)
     rule.has_rivals = has_rivals
     for number, deadline_ms in enumerate(deadlines_ms):
         arrival_ns = ms(0 if arrivals_ms is None else arrivals_ms[number])
@@ -52,6 +53,16 @@ def test_what_is_late_even_alone_is_hopeless() -> None:
     rule, size = asked([50.9, 51, 100])
     assert dropped(rule) == {DropReason.HOPELESS: [0]}
     assert size == 1
+
+
+def test_a_margin_is_kept_before_every_deadline() -> None:
+    rule, size = asked([52.9, 53, 100], margin_ms=2)
+    assert dropped(rule) == {DropReason.HOPELESS: [0]}
+    assert size == 1
+    for deadline_ms, fitting in ((57, 5), (56.9, 4)):
+        rule, size = asked([deadline_ms] * 5, margin_ms=2)
+        assert size == fitting
+        assert not dropped(rule)
 
 
 def test_a_batch_that_keeps_up_with_arrivals_gives_nothing_up() -> None:
