@@ -65,6 +65,14 @@ def test_a_margin_is_kept_before_every_deadline() -> None:
         assert not dropped(rule)
 
 
+def test_nothing_is_given_up_for_a_rate_that_is_hardly_better() -> None:
+    """Two in 20.5 ms instead of one in 10.5: less than one answer more, in 18 times 15 ms."""
+    profile = LatencyProfile.linear(10, 0.5, max_batch_size=8)
+    rule, size = asked([54, 70, 70, 70], profile, arrivals_ms=[39] * 4)
+    assert size == 1
+    assert not dropped(rule)
+
+
 def test_a_batch_that_keeps_up_with_arrivals_gives_nothing_up() -> None:
     """Two in 12 ms are more than the queue of five has grown by in 40."""
     rule, size = asked([52, 60, 60, 60, 60])
