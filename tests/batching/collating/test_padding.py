@@ -206,6 +206,21 @@ def test_named_fields_are_padded_and_the_others_stacked() -> None:
     assert batch["image"].shape == (2, 5)
 
 
+def test_parts_are_padded_with_their_value_or_zero_or_else_stacked() -> None:
+    items = [
+        {"ids": np.arange(1, 1 + length), "types": np.ones(length, int), "label": np.array(length)}
+        for length in (1, 2)
+    ]
+    batch = Pad({"ids": 9}).join(items)
+    assert batch["ids"].tolist() == [[1, 9], [1, 2]]
+    assert batch["types"].tolist() == [[1, 0], [1, 1]]
+    assert batch["label"].tolist() == [1, 2]
+
+
+def test_without_a_mask_the_value_is_the_given_one_too() -> None:
+    assert Pad(7, mask=None).join([np.array([1]), np.array([2, 3])]).tolist() == [[1, 7], [2, 3]]
+
+
 def test_tuples_are_padded_part_by_part() -> None:
     batch = Pad().join([(torch.ones(2), torch.ones(2, 5)), (torch.ones(1), torch.ones(1, 5))])
     assert isinstance(batch, Padded)
