@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from fronts import FakeFront, HostFront
 
-from trims_shim.daemon import clock
+from trims_shim.daemon import clock, descriptors
 from trims_shim.daemon.eviction import FirstInFirstOut
 from trims_shim.daemon.front import Request
 from trims_shim.daemon.offers import Offer
@@ -453,6 +453,7 @@ class TestOpening:
     ) -> None:
         """Unused ones make room; without any, who comes is told why."""
         monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))
+        monkeypatch.setattr(descriptors, "_open_count", lambda: -100)
         for name in "abc":
             client = front.client(OWN)
             number = File(tmp_path / name, name.encode()).request(front, client)
@@ -469,6 +470,18 @@ class TestOpening:
         other = resident.request(front, client := front.client(OWN))
         front.tiers.close_session(client.number, 1)
         assert replies(front)[other].error == "NoSpace", "the file is another one"
+
+    def test_images_leave_descriptors_for_clients_where_few_are_left(
+        self, front: HostFront, file: File, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of 80, 60 may be open: 10 are for who may still come, and one each for who is there."""
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (80, 80))
+        client = front.client(OWN)
+        for used, error in ((51 - len(front.sessions), "NoSpace"), (50 - len(front.sessions), "")):
+            monkeypatch.setattr(descriptors, "_open_count", lambda used=used: used)
+            number = file.request(front, client)
+            front.work()
+            assert getattr(replies(front)[number], "error", "") == error
 
     def test_unused_images_go_when_the_machine_is_short_of_memory(
         self, front: HostFront, file: File, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 from harness import World
 
-from trims_shim.daemon.sessions import Limits, Session, Sessions, check_descriptors
+from trims_shim.daemon import descriptors
+from trims_shim.daemon.sessions import Limits, Session, Sessions
 from trims_shim.errors import AccessDenied, MalformedMessage, TooManyRequests
 from trims_shim.wire import handover, messages
 
@@ -173,17 +174,10 @@ def test_a_thread_closes_what_is_unread(
     os.close(own)
 
 
-def test_the_daemon_keeps_descriptors_for_itself(
+def test_an_offer_leaves_descriptors_to_the_daemon(
     client: Client, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sessions.greet(client.session, "", 0)
-    for limit, first_scarce in ((1000, 750), (100_000, 100_000 - 8192)):
-        monkeypatch.setattr(resource, "getrlimit", lambda _, soft=limit: (soft, soft))
-        for reserved in (0, 10):
-            newest = first_scarce - reserved
-            with pytest.raises(TooManyRequests):
-                check_descriptors(newest, reserved=reserved)
-            check_descriptors(newest - 1, reserved=reserved)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))
     with pytest.raises(TooManyRequests, match="out of file descriptors"):
         client.offer(1)
@@ -194,18 +188,22 @@ def test_a_session_leaves_descriptors_for_the_control_connections_of_all(
 ) -> None:
     """Its own, and that of the one that is there."""
     theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
 
     def leave(room: int) -> None:
-        first_scarce = ours.fileno() + room
-        soft = next(each for each in range(2 * first_scarce) if each - each // 4 == first_scarce)
-        monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
+        monkeypatch.setattr(descriptors, "_open_count", lambda: 75 - room)
 
     with theirs, ours:
-        leave(2)
+        leave(1)
         with pytest.raises(TooManyRequests):
             sessions.accept(ours, 5)
-        leave(3)
+        leave(2)
         sessions.close(sessions.accept(ours, 5))
+        theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sessions.control_count = lambda: 1
+        leave(1)
+        with theirs, ours:
+            sessions.close(sessions.accept(ours, 5))
 
 
 @pytest.mark.parametrize(

@@ -312,6 +312,30 @@ def test_more_clients_than_the_daemon_has_descriptors(running: World) -> None:
     assert bytes_of(open_path(running.cache(), path)) == content(1)
 
 
+def test_more_clients_and_images_than_the_daemon_has_descriptors(running: World) -> None:
+    """Found: what had higher numbers than the newest went uncounted, and ZeroMQ aborted."""
+    pid = running.pid()
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (64, 64))
+    endpoint = running.cache().endpoint
+    with contextlib.ExitStack() as closing:
+        connections = []
+        for _ in range(6):
+            connections.append(Connection(endpoint, stall_timeout_s=30))
+            closing.callback(connections[-1].close)
+            assert connections[-1].welcome.pid == pid
+        holder = running.spawn(
+            f"held, paths = [], {[running.file(seed, 4096) for seed in range(1, 40)]!r}\n"
+            "try:\n for path in paths: held.append(open_file(path))\n"
+            "except errors.NoSpace: pass\n"
+            "say(len(held)); hear()\n"
+        )
+        assert 0 < holder.hear() < 39
+        for each in connections:
+            control = closing.enter_context(each._control_socket())
+            each._exchange(admin.GetStatusRequest(), control)
+    assert running.pid() == pid, running.log()
+
+
 @pytest.mark.parametrize("spare", [0, 2, 4, 6, 8, 12, 16, 18, 20, 24])
 def test_the_client_is_out_of_descriptors(running: World, spare: int) -> None:
     """Our error, never an abort, and it works again afterwards."""

@@ -291,16 +291,40 @@ def _has_name(number: int) -> bool:
     return False
 
 
-def test_a_daemon_that_may_have_too_few_files_names_the_limit(world: World) -> None:
+@pytest.mark.parametrize("limit", [32, 95])
+def test_a_daemon_that_may_have_too_few_files_names_the_limit(world: World, limit: int) -> None:
     """ZeroMQ aborted it, or said "Too many open files"; with a few more it answered nobody."""
     reason = world.run(
         "import resource\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))\n"
         f"try:\n open_file({world.file(1)!r})\n"
         "except errors.TrimsError as error:\n say([error.reason, str(error)])\n"
     )
     assert reason[0] == "daemon_start_failed"
     assert "ulimit -H -n" in reason[1]
+
+
+def test_several_clients_of_a_daemon_that_may_have_as_few_files_as_it_needs(world: World) -> None:
+    """With little more than half of them, all were refused, or the daemon ended."""
+    world.run(
+        "import resource\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (96, 96))\n"
+        "cache().welcome(may_start=True)\n"
+    )
+    pid = world.pid()
+    script = (
+        "hear()\n"
+        "held = [open_file(path) for path in paths]\n"
+        "say([data(each) == open(path, 'rb').read() for each, path in zip(held, paths)])\n"
+        "hear()\n"
+    )
+    paths = [[world.file(3 * client + each) for each in range(3)] for client in range(6)]
+    clients = [world.spawn(f"paths = {each!r}\n{script}", autostart="0") for each in paths]
+    for client in clients:
+        client.say()
+    for client in clients:
+        assert client.hear() == [True] * 3
+    assert world.pid() == pid, world.log()
 
 
 def test_a_limit_of_files_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

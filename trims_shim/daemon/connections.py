@@ -4,7 +4,7 @@ ZeroMQ accepts every connection, in a thread of its own, and aborts the process 
 is left for the next one (ipc_listener.cpp of libzmq 4.3 takes ENFILE for an error, EMFILE for a
 bug). So a thread that does nothing else counts the connections as ZeroMQ reports them. At most some
 1000 reports can be unread: then ZeroMQ's thread waits, and accepts nobody. That many descriptors
-must stay unused (:func:`.sessions.check_descriptors`). A flood of connections can still abort
+must stay unused (:mod:`.descriptors`). A flood of connections can still abort
 a process that may not have some thousand descriptors.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import socket
 import struct
 import threading
@@ -20,6 +19,7 @@ from collections import Counter
 
 import zmq
 
+from trims_shim.daemon import descriptors
 from trims_shim.wire.handover import peer_of
 
 __all__ = ["Doorkeeper", "connection_at"]
@@ -61,8 +61,7 @@ class Doorkeeper:
         There may be ``limit`` connections, but not more than one part in ``share`` of the
         descriptors that this process may have.
         """
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.limit = max(1, min(limit, soft // share))
+        self.limit = max(1, min(limit, descriptors.limit() // share))
         self._watched = watched
         self._path = path
         self._users: dict[int, int] = {}
@@ -78,6 +77,10 @@ class Doorkeeper:
         self._reports.connect(address)
         self._thread = threading.Thread(target=self._watch, name="trims-door", daemon=True)
         self._thread.start()
+
+    def count(self) -> int:
+        """How many connections were let in and are still there."""
+        return len(self._users)
 
     def close(self) -> None:
         """Stop watching. Blocks until the thread has ended."""

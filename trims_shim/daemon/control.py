@@ -59,6 +59,10 @@ class ControlSocket:
         """Whether :meth:`receive` would return something."""
         return bool(int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
+    def connection_count(self) -> int:
+        """How many connections there are."""
+        return self._door.count()
+
     def receive(self) -> Iterator[list[zmq.Frame]]:
         """Yield messages as [routing, frame...], for a moment only: a flood must not keep the loop.
 

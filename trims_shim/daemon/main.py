@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 
 from trims_shim import config as configuration
 from trims_shim.config import Config
+from trims_shim.daemon import descriptors
 from trims_shim.daemon.eviction import eviction_policy
 from trims_shim.daemon.front import Front
 from trims_shim.daemon.loader import Loader
@@ -45,8 +46,9 @@ __all__ = ["Outcome", "run"]
 
 _logger = logging.getLogger("trims_shim.daemon")
 _LOCK_PATIENCE_S = 5.0
-_DESCRIPTORS_NEEDED = 48
-"""Some twenty of its own, plus those of clients and images; with few, libzmq aborts."""
+_DESCRIPTORS_NEEDED = 96
+"""Some twenty of its own, a quarter kept free (:mod:`.descriptors`), and a few clients' with some
+images each. Of fewer, nearly every load would be refused."""
 
 
 class Outcome(enum.Enum):
@@ -306,10 +308,10 @@ def _raise_descriptor_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < _DESCRIPTORS_NEEDED:
+    limit = descriptors.limit()
+    if limit < _DESCRIPTORS_NEEDED:
         raise DaemonStartFailed(
-            f"the daemon may have {soft} open files and needs {_DESCRIPTORS_NEEDED}; raise "
+            f"the daemon may have {limit} open files and needs {_DESCRIPTORS_NEEDED}; raise "
             "`ulimit -H -n`"
         )
 

@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import logging
 import math
-import resource
 import time
 from typing import Any, NamedTuple
 
-from trims_shim.daemon import clock
+from trims_shim.daemon import clock, descriptors
 from trims_shim.daemon.device.peer_copying import PeerImage
 from trims_shim.daemon.front import INTERNAL_ERROR, Front, Request
 from trims_shim.daemon.loader import Finished
@@ -63,6 +62,8 @@ __all__ = ["Openings"]
 _logger = logging.getLogger("trims_shim.daemon")
 
 _ASKED_LIMIT = 256
+_FOR_NEWCOMERS = 64
+"""Descriptors that images leave to further clients. Each takes three at most while it loads."""
 _ALLOCATIONS_IN_A_PACKET = 32
 """At 80 bytes each: below messages.HANDOVER_PACKET_LIMIT_BYTES."""
 
@@ -293,7 +294,10 @@ class Openings:
                 return
             is_hit = tier.store.is_hit(opening)
             if not (is_hit or self._has_descriptors(tier)):
-                reason = "images hold half of the daemon's file descriptors (see `ulimit -n`)"
+                reason = (
+                    "images hold half of the daemon's file descriptors, or clients need the rest "
+                    "(see `ulimit -n`)"
+                )
                 self._refuse(opening, NoSpace(f"{opening.name}: {reason}"))
                 return
             withheld = 0 if is_hit else tier.withheld_bytes(opening.image_bytes)
@@ -310,14 +314,22 @@ class Openings:
 
         Gives unused images up for it, those of its own tier first.
         """
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         for each in (tier, *(other for other in self._tiers if other is not tier)):
-            while self._tiers.descriptor_count() >= soft // 2:
+            while self._are_for_clients():
                 actions = each.store.relieve(1)
                 if not actions:
                     break
                 self.execute(each, actions, may_demote=False)
-        return self._tiers.descriptor_count() < soft // 2
+        return not self._are_for_clients()
+
+    def _are_for_clients(self) -> bool:
+        """Whether the descriptors that are left are for clients, also for some who may still come.
+
+        Of few, the daemon's own and those of clients may be more than half.
+        """
+        limit = descriptors.limit()
+        reserved = self._front.sessions.missing_controls() + min(_FOR_NEWCOMERS, limit // 8)
+        return self._tiers.descriptor_count() >= limit // 2 or descriptors.are_scarce(reserved)
 
     def _start(self, tier: Tier, action: StartIngest, offer: Offer) -> None:
         """Begin a load; on a device it takes the image from another tier if it can."""

@@ -102,6 +102,7 @@ class Server(Daemon):
         self._selector.register(wake_descriptor, selectors.EVENT_READ, self._woken)
         self._context = zmq.Context(io_threads=1)
         self._control = ControlSocket(self._context, endpoint.control(instance), self._selector)
+        sessions.control_count = self._control.connection_count
         self._events = EventSocket(self._context, endpoint.events(instance))
         self.openings = Openings(self, tiers, keep_unused_s=keep_unused_s)
         self.prepared = prepared(self)

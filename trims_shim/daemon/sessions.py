@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from trims_shim.daemon.descriptors import check_descriptors
 from trims_shim.daemon.offers import Closer, Offer
 from trims_shim.errors import AccessDenied, MalformedMessage, TooManyRequests
 from trims_shim.wire.handover import Packet, Peer, clipped, has_unread, peer_of, receive
 from trims_shim.wire.messages import FileOffer
 
-__all__ = ["Limits", "Session", "Sessions", "check_descriptors"]
-
-_DESCRIPTORS_RESERVED = 8192
-"""Also for ZeroMQ: 5120 connections that it may have, and twice 1000 that it accepts before it can
-be stopped (:mod:`trims_shim.daemon.connections`)."""
+__all__ = ["Limits", "Session", "Sessions"]
 
 _PACKAGE_LIMIT_BYTES = 64
 
@@ -76,6 +72,8 @@ class Sessions:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.closer = Closer()
+        self.control_count: Callable[[], int] = lambda: 0
+        """How many control connections there are."""
         self._by_number: dict[int, Session] = {}
         self._by_token: dict[bytes, Session] = {}
         self._next = 1
@@ -91,11 +89,15 @@ class Sessions:
         connection.setblocking(False)
         peer = peer_of(connection)
         # Its control connection will take another one.
-        check_descriptors(connection.fileno(), reserved=len(self) + 1)
+        check_descriptors(reserved=self.missing_controls() + 1)
         mine = sum(1 for each in self._by_number.values() if each.peer.uid == peer.uid)
         if mine >= self.limits.sessions_per_user:
             raise TooManyRequests(f"user {peer.uid} has {mine} connections to the daemon")
         return self.add(connection, peer, now_ns)
+
+    def missing_controls(self) -> int:
+        """How many control connections these sessions may still open, with a descriptor each."""
+        return max(0, len(self) - self.control_count())
 
     def add(self, connection: socket.socket, peer: Peer, now_ns: int) -> Session:
         """A new session of a connection that was let in; owns it from here on."""
@@ -176,7 +178,7 @@ class Sessions:
         try:
             if not session.is_greeted:
                 raise MalformedMessage("FileOffer before Hello")
-            check_descriptors(packet.descriptor)
+            check_descriptors(reserved=self.missing_controls())
             if ticket in session.offers:
                 raise MalformedMessage(f"a file has been offered under ticket {ticket}")
             if len(session.offers) >= self.limits.offers:
@@ -185,17 +187,3 @@ class Sessions:
             self.closer.close(packet.descriptor)
             raise
         session.offers[ticket] = Offer(packet.message, packet.descriptor, self.closer)
-
-
-def check_descriptors(newest: int, *, reserved: int = 0) -> None:
-    """Raise TooManyRequests where the daemon has to keep what descriptors are left for itself.
-
-    ``newest`` was opened just now: the kernel gives the lowest free number, so all below it are in
-    use. Running dry is no error that could be handled: libzmq aborts on EMFILE.
-    """
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if newest >= soft - min(_DESCRIPTORS_RESERVED, soft // 4) - reserved:
-        raise TooManyRequests(
-            "the daemon is almost out of file descriptors; raise `ulimit -H -n`, and "
-            f"`kill {os.getpid()}`"
-        )
