@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import select
+import signal
 import socket
 import threading
 import time
@@ -629,6 +630,34 @@ def test_an_interrupt_while_the_control_socket_is_made(
     assert not programs_own.closed
     programs_own.close()
     programs_own.context.term()
+
+
+@pytest.mark.usefixtures("no_leak")
+def test_interrupts_while_descriptors_are_counted() -> None:
+    class Interrupt(BaseException):
+        pass
+
+    def interrupt(*_: object) -> None:
+        if is_counting:
+            raise Interrupt
+
+    interrupted = 0
+    is_counting = False
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for turn in range(3000):
+            try:
+                is_counting = True
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + turn % 60))
+                connections._check_descriptors()
+                is_counting = False
+            except Interrupt:
+                interrupted += 1
+    finally:
+        is_counting = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted
 
 
 def filled(daemon: Daemon) -> Connection:

@@ -606,13 +606,15 @@ def _close_sockets(error: BaseException, context: zmq.Context[Any]) -> None:
 def _check_descriptors() -> None:
     """Raise DaemonUnavailable where ZeroMQ would lack descriptors and abort the process."""
     held: list[int] = []
+    closing = map(os.close, held)
+    count, flags = _DESCRIPTORS_NEEDED, os.O_PATH | os.O_CLOEXEC
     try:
-        for _ in range(_DESCRIPTORS_NEEDED):
-            held.append(os.open("/", os.O_PATH | os.O_CLOEXEC))
+        # All in one call, as they are closed: an interrupt comes between calls, and loses none.
+        held.extend(map(os.open, ("/",) * count, (flags,) * count))
     except OSError as error:
         raise DaemonUnavailable(f"this process has too few descriptors left: {error}") from error
     finally:
-        handover.close_all(held)
+        deque(closing, maxlen=0)
 
 
 def _check_threads() -> None:
