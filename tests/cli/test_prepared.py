@@ -190,7 +190,7 @@ def test_top_fits_the_screen_and_says_what_it_leaves_out(images: int, rows: int)
     image = admin.ImageStatus("b" * 64, 1 << 20, 1 << 20, 0, False, 0, 0, 0, 1, ("/m.pt",))
     reply = _reply(*[_row("ready")] * rows)._replace(images=(image,) * images)
     drawn = io.StringIO()
-    rich.console.Console(width=80, file=drawn).print(top._draw(reply, None, 30))
+    rich.console.Console(width=80, file=drawn).print(top._draw(reply, None, 80, 30))
     lines = drawn.getvalue().splitlines()
     assert 25 <= len(lines) <= 30
     shown = sum(line.endswith(("/m.pt", "/m.onnx")) for line in map(str.rstrip, lines))

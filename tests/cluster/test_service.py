@@ -273,14 +273,14 @@ def test_a_loader_that_fails_ends_the_deployment(cluster: None) -> None:
 
     problem = Problem({"gpu": 1}, [Option("cats", "small", "gpu", 60, PROFILE)], {"cats": 1})
     with pytest.raises(ClusterError, match=r"small on gpu .* could not be loaded.* for cuda"):
-        started(problem, {"small": load})
+        deploy(problem, {"small": load}, start_timeout_s=START_S)
 
 
 def test_devices_that_the_cluster_does_not_have_are_named(cluster: None) -> None:
     chosen = Option("cats", "small", "edge", 60, PROFILE)
     problem = Problem({"edge": 1}, [chosen], {"cats": 1})
     with pytest.raises(ClusterError, match="did not start: 1 of kind 'edge'"):
-        started(problem, {"small": loader("small")}, start_timeout_s=0.2)
+        deploy(problem, {"small": loader("small")}, start_timeout_s=0.2)
 
 
 def test_shutdown_answers_what_was_asked_and_takes_no_more(cluster: None) -> None:
