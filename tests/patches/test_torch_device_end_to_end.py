@@ -274,3 +274,68 @@ def test_a_program(world: World, machine: Emulated, saved: Saved, may_swap: bool
     program.say()
     assert program.wait() == 0
     assert [image.leases for image in world.status().images if image.tier != "host"] == [0, 0]
+
+
+UNALIGNED = """
+import gc
+import safetensors.torch
+from trims_shim import diagnostics
+
+class ToCuda(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.to and str(args[1]).startswith("cuda"):
+            return args[0].clone()
+        return func(*args, **(kwargs or {}))
+torch_modes.passive_modes.add(ToCuda)
+
+def data_begin():
+    with open(PATH, "rb") as file: return 8 + int.from_bytes(file.read(8), "little")
+
+def loaded(state):
+    net = nn.Linear(2048, 2048, bias=False); net.load_state_dict(state)
+    return net
+
+def moved(net):
+    expected = net.weight.detach().clone()
+    with ToCuda(): net.to("cuda")
+    assert torch.equal(net.weight, expected)
+    return net
+
+def elided():
+    return diagnostics.stats().events.get("elided:load_state_dict", 0)
+
+size = 0
+while size == 0 or data_begin() % 64 == 0:
+    size += 8
+    weights = nn.Linear(2048, 2048, bias=False).state_dict()
+    safetensors.torch.save_file(weights, PATH, {"padding": "x" * size})
+
+state = safetensors.torch.load_file(PATH)
+while not elided():  # The first ones copy, and have the aligned image made.
+    net = loaded(state); time.sleep(0.01)
+first = moved(net)
+net = loaded(state)
+del state; gc.collect()
+say([where(first.weight), where(moved(net).weight)])
+
+del first, net; gc.collect(); device_arenas.reap()
+before = elided()
+net = loaded(safetensors.torch.load_file(PATH)); gc.collect()
+assert elided() > before
+say(where(moved(net).weight))
+reasons = {key: n for key, n in diagnostics.stats().events.items() if "not_on_device" in key}
+say(reasons)
+"""
+
+
+def test_weights_of_an_aligned_image_move_as_those_of_the_file(world: World) -> None:
+    """No device is asked for an image of the aligned bytes, which are no model file."""
+    world.start()
+    path = f"{world.root}/model.safetensors"
+    program = world.spawn(f"{PROGRAM}PATH = {path!r}\n{UNALIGNED}")
+    assert program.hear() == ["device", "device"]
+    # Nothing here holds the file's image any more.
+    assert program.hear() == "here"
+    assert program.hear() == {"not_on_device:aligned": 1}
+    assert program.wait() == 0
+    assert world.status().counters.get("refused", 0) == 0

@@ -18,23 +18,35 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 from trims_shim.client.addresses import AddressIndex
 from trims_shim.client.descriptors import OwnDescriptor
 from trims_shim.errors import MemoryFailure
 from trims_shim.memory.mapping import map_private, unmap
 
-__all__ = ["Arena", "Image", "find"]
+__all__ = ["Arena", "Image", "Original", "find"]
 
 _PROGRAMS_SHARE = 4
 """Images keep their descriptors while three of four are left to the program. Its own loads keep
 none, so a program with a thousand small models would else run out of them because of us."""
 
 
+class Original(NamedTuple):
+    """The image that an aligned one has the bytes of, ``lead_bytes`` further on.
+
+    No hold on it: that would keep the bytes in memory twice.
+    """
+
+    digest: str
+    lead_bytes: int
+    image: weakref.ref[Image]
+
+
 class Image:
     """One leased image. The end of the last reference closes its descriptor and its lease."""
 
-    __slots__ = ("__weakref__", "_segment", "digest", "name", "size_bytes")
+    __slots__ = ("__weakref__", "_segment", "digest", "name", "original", "size_bytes")
 
     def __init__(
         self,
@@ -53,6 +65,7 @@ class Image:
         self._segment = OwnDescriptor(descriptor)
         self.size_bytes = size_bytes
         self.digest = digest
+        self.original: Original | None = None
         # Not __del__: it runs before weak references are cleared. Another thread could get a dying
         # image from a weak dictionary, and map whatever file has its descriptor's number by then.
         finalizer = weakref.finalize(self, _release_image, self._segment, release, os.getpid())

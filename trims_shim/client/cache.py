@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from trims_shim import config as configuration
 from trims_shim import diagnostics
-from trims_shim.client.arenas import Arena, Image
+from trims_shim.client.arenas import Arena, Image, Original
 from trims_shim.client.connection import Granted
 from trims_shim.client.pool import Line, Pool
 from trims_shim.client.prepared import PreparedModel, prepared_model
@@ -77,8 +77,10 @@ class Cache:
         cache cannot help.
         """
         key = (image.digest, lead_bytes)
+        original = Original(image.digest, lead_bytes, weakref.ref(image))
         found = self._aligned.get(key)
         if found is not None and found.is_open:
+            found.original = original  # The one before may be gone.
             _note(found.name, "local")
             return found
 
@@ -97,6 +99,7 @@ class Cache:
         made = self._pool.ask(ask, may_start=False)
         if made is None or made.spare_descriptor():
             return None
+        made.original = original
         self._aligned[key] = made
         diagnostics.count("bytes_shared", amount=made.size_bytes)
         return made

@@ -199,10 +199,19 @@ def _arena(descriptor: int, name: str, place: Place) -> DeviceArena | None:
 
 def arena_of_image(image: Image, place: Place) -> DeviceArena | None:
     """Return the device memory of an image in host memory; None (counted) where there is none."""
-    arena: DeviceArena | None = _arenas().held(image.digest, place.id)
+    original = image.original
+    digest = image.digest if original is None else original.digest
+    arena: DeviceArena | None = _arenas().held(digest, place.id)
     if arena is not None:
         return arena
-    name = f"image {image.digest[:12]}"
+    name = f"image {digest[:12]}"
+    if original is not None:
+        # To a device, an aligned image is no model: zeros come before the file.
+        plain = original.image()
+        if plain is None:
+            skip("aligned", what=name)
+            return None
+        image = plain
     if not image.is_open:
         skip("memory", what=name)
         return None

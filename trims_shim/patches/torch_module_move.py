@@ -100,6 +100,8 @@ class Sources:
         arena = self._arena(image, address - offset_bytes, place)
         if arena is None:
             return None
+        if image.original is not None:
+            offset_bytes -= image.original.lead_bytes
         offset = torch_device.record_of(arena, offset_bytes, size_bytes)
         return None if offset is None else (arena, offset)
 
