@@ -9,11 +9,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
+from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
 
 from trims_shim.errors import RemoteError, RemoteUnreachable
 from trims_shim.remote.stores import StoreFiles, _file
@@ -177,9 +179,61 @@ def test_errors(raised: Exception, expected: type[Exception]) -> None:
         raise raised
 
     files._files = SimpleNamespace(invalidate_cache=lambda: None, info=info)
+    files.is_concurrent = True
     with pytest.raises(expected, match="memory://bucket/x") as error:
         files.list()
     assert error.value.__cause__ is raised
+
+
+class Connected(AbstractFileSystem):
+    """As fsspec's for SFTP: each has one connection, and is kept for its thread."""
+
+    protocol = "connected"
+    made: ClassVar[list[Connected]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_ended = False
+        self.made.append(self)
+
+    def check(self) -> None:
+        if self.has_ended:
+            raise OSError("Socket is closed")
+
+    def info(self, path: str, **_: object) -> dict[str, object]:
+        self.check()
+        return {"name": path, "type": "file", "size": len(CONTENT), "mtime": 1}
+
+    def open(self, path: str, mode: str = "rb", **_: object) -> io.BytesIO:
+        self.check()
+        return io.BytesIO(CONTENT)
+
+
+@pytest.fixture
+def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Connected]]:
+    monkeypatch.setitem(_registry, "connected", Connected)
+    Connected.made.clear()
+    yield Connected.made
+    Connected.clear_instance_cache()
+
+
+def test_a_connection_that_has_ended_since_the_last_fetch(connected: list[Connected]) -> None:
+    for _ in range(2):
+        assert read(StoreFiles("connected://host/vit.pt")) == CONTENT
+    (first,) = connected
+    first.has_ended = True
+    for _ in range(2):
+        assert read(StoreFiles("connected://host/vit.pt")) == CONTENT
+    assert len(connected) == 2, "one more is kept from then on"
+
+
+def test_a_connection_that_ends_within_a_download(connected: list[Connected]) -> None:
+    files = StoreFiles("connected://host/vit.pt")
+    (file,) = files.list().files
+    connected[0].has_ended = True
+    with pytest.raises(RemoteUnreachable, match="Socket is closed"):
+        list(files.read(file, 70_000, file.size_bytes))
+    assert b"".join(files.read(file, 70_000, file.size_bytes)) == CONTENT[70_000:]
 
 
 @pytest.mark.parametrize(("is_concurrent", "has_size"), [(False, True), (True, False)])

@@ -34,19 +34,8 @@ class StoreFiles:
 
     def __init__(self, url: str) -> None:
         """Raises RemoteError without fsspec, or without the package of this kind of URL."""
-        try:
-            ensure_imported("fsspec.core")
-            from fsspec.core import url_to_fs
-        except ImportError as error:
-            text = f'{shown(url)} needs fsspec: pip install "trims-shim[remote]"'
-            raise RemoteError(text) from error
         self._url = url
-        with _translated(url):  # Some connect at once (ftp, sftp).
-            try:
-                self._files, self._path = url_to_fs(url)
-            except (ImportError, ValueError) as error:
-                # "Install s3fs to access S3", "Protocol not known: s4"
-                raise RemoteError(f"{shown(url)} cannot be read: {error}") from error
+        self._connect()
         # The others may be used by one thread at a time only.
         self.is_concurrent = bool(self._files.async_impl)
 
@@ -55,8 +44,44 @@ class StoreFiles:
 
         Raises OSError (not there, not allowed), RemoteError.
         """
+        try:
+            return self._list()
+        except RemoteUnreachable:
+            if not self._is_lost:
+                raise
+            return self._list()  # The connection may be of an earlier fetch, and have ended.
+
+    def _connect(self) -> None:
+        try:
+            ensure_imported("fsspec.core")
+            from fsspec.core import url_to_fs
+        except ImportError as error:
+            text = f'{shown(self._url)} needs fsspec: pip install "trims-shim[remote]"'
+            raise RemoteError(text) from error
+        with _translated(self._url):  # Some connect at once (ftp, sftp).
+            try:
+                self._files, self._path = url_to_fs(self._url)
+            except (ImportError, ValueError) as error:
+                # "Install s3fs to access S3", "Protocol not known: s4"
+                raise RemoteError(f"{shown(self._url)} cannot be read: {error}") from error
+        self._is_lost = False
+
+    @contextlib.contextmanager
+    def _asked(self) -> Iterator[None]:
+        """Errors are translated; after one, the next question goes by a new connection."""
+        if self._is_lost:
+            self._files.clear_instance_cache()  # Kept for the thread, with sftp's socket.
+            self._connect()
+        try:
+            with _translated(self._url):
+                yield
+        except RemoteUnreachable:
+            self._is_lost = not self.is_concurrent
+            raise
+
+    def _list(self) -> Listing:
         name = name_of(self._url)
-        with _translated(self._url):
+        with self._asked():
             self._files.invalidate_cache()
             info = self._files.info(self._path)
             if info["type"] != "directory":
@@ -79,7 +104,7 @@ class StoreFiles:
 
     def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[bytes]:
         """Pieces of the bytes from ``start`` on."""
-        with _translated(self._url):
+        with self._asked():
             if self.is_concurrent and end is not None:
                 yield self._files.cat_file(file.place, start=start, end=end)
                 return
