@@ -106,6 +106,28 @@ def test_links_in_a_folder_whose_list_has_sizes_of_links(
     assert file.size_bytes == len(CONTENT)
 
 
+def test_a_folder_with_the_name_of_an_object() -> None:
+    """As s3fs says it; some programs mark a folder by an empty object of its name."""
+    sizes = {"b/bert": 0, "b/bert/model.bin": 9, "b/vit.pt": 9}
+    objects = {place: {"type": "file", "size": size, "ETag": "1"} for place, size in sizes.items()}
+
+    def find(path: str, *, detail: bool) -> dict[str, Any]:
+        below = {place: objects[place] for place in objects if place.startswith(f"{path}/")}
+        return below or {path: objects[path]}
+
+    def names(url: str) -> list[str]:
+        files = StoreFiles(f"memory://{url}")
+        files._path = url.rstrip("/")
+        files._files = SimpleNamespace(
+            invalidate_cache=lambda: None, info=objects.__getitem__, find=find
+        )
+        return [file.name for file in files.list().files]
+
+    assert names("b/bert") == ["bert"]
+    assert names("b/bert/") == ["bert/model.bin"]
+    assert names("b/vit.pt/") == ["vit.pt"]
+
+
 def test_what_is_not_there(memory: MemoryFileSystem) -> None:
     with pytest.raises(FileNotFoundError, match="not there") as missing:
         StoreFiles("memory://models/none").list()

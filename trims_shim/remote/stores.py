@@ -81,17 +81,22 @@ class StoreFiles:
 
     def _list(self) -> Listing:
         name = name_of(self._url)
+        folder = self._path.rstrip("/") + "/"
         with self._asked():
             self._files.invalidate_cache()
             info = self._files.info(self._path)
-            if info["type"] != "directory":
+            is_folder = info["type"] == "directory"
+            found = {}
+            if is_folder or self._url.endswith("/"):
+                found = self._files.find(self._path, detail=True)
+            if not is_folder:  # By its name; an object of a store may have that of a folder.
+                found = {place: found[place] for place in found if place.startswith(folder)}
+            if not is_folder and not found:
                 return Listing((_file(name, self._path, info),))
-            found = self._files.find(self._path, detail=True)
             for place, info in found.items():
                 # Listed are the link's own date (on a mounted disk), and its own size (sftp).
                 if info.get("islink") or info.get("type") == "link":
                     found[place] = self._files.info(place)
-        folder = self._path.rstrip("/") + "/"
         # Some stores have an empty object for a folder.
         files = [
             _file(f"{name}/{place.removeprefix(folder)}", place, info)
