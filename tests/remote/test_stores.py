@@ -258,6 +258,30 @@ def test_a_connection_that_ends_within_a_download(connected: list[Connected]) ->
     assert b"".join(files.read(file, 70_000, file.size_bytes)) == CONTENT[70_000:]
 
 
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (
+            PermissionError("the object is\n archived"),
+            "access is denied: the object is\\n archived",
+        ),
+        (PermissionError(13, "Forbidden"), "access is denied: Forbidden"),
+        (PermissionError(), "access is denied"),
+    ],
+)
+def test_why_access_is_denied(raised: Exception, said: str) -> None:
+    """Not only because of credentials: an object may be archived, or a clock be wrong."""
+    files = StoreFiles("memory://bucket/x")
+
+    def info(path: str) -> None:
+        raise raised
+
+    files._files = SimpleNamespace(invalidate_cache=lambda: None, info=info)
+    with pytest.raises(PermissionError) as error:
+        files.list()
+    assert error.value.strerror == said
+
+
 @pytest.mark.parametrize(("is_concurrent", "has_size"), [(False, True), (True, False)])
 def test_what_does_not_come_in_parts_comes_in_pieces(
     memory: MemoryFileSystem, is_concurrent: bool, has_size: bool

@@ -14,6 +14,7 @@ from typing import Any
 from trims_shim import diagnostics
 from trims_shim.errors import RemoteError, RemoteUnreachable, TrimsError
 from trims_shim.late_imports import ensure_imported
+from trims_shim.printable import printable
 from trims_shim.remote.listing import Listing, RemoteFile, name_of, shown
 
 __all__ = ["StoreFiles"]
@@ -145,7 +146,10 @@ def _translated(url: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, "it is not there", shown(url)) from error
     except PermissionError as error:
-        raise PermissionError(errno.EACCES, "access is denied", shown(url)) from error
+        # Also an archived object, or a wrong clock.
+        reason = printable(error.strerror or str(error))
+        text = f"access is denied: {reason}" if reason else "access is denied"
+        raise PermissionError(errno.EACCES, text, shown(url)) from error
     except TrimsError:
         raise
     # Every store raises errors of its own, of no common class.
