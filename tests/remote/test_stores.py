@@ -89,6 +89,19 @@ def test_links_in_a_folder_on_a_mounted_disk(tmp_path: Path) -> None:
         files.list()
 
 
+def test_what_is_no_file_on_a_mounted_disk(tmp_path: Path) -> None:
+    """A pipe seems to be an empty file, and a link to a folder one that cannot be read."""
+    pipe, link = tmp_path / "pipes" / "model.bin", tmp_path / "links" / "deep"
+    pipe.parent.mkdir()
+    link.parent.mkdir()
+    os.mkfifo(pipe)
+    link.symlink_to("../pipes")
+    for asked, what in ((pipe, pipe), (pipe.parent, pipe), (link.parent, link)):
+        with pytest.raises(RemoteError, match=f"{what} is no file") as error:
+            StoreFiles(f"file://{asked}").list()
+        assert not isinstance(error.value, RemoteUnreachable), "no older copy is to be taken"
+
+
 def test_links_in_a_folder_whose_list_has_sizes_of_links(
     memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,8 @@ class StoreFiles:
 
 
 def _file(name: str, place: str, info: Mapping[str, Any]) -> RemoteFile:
+    if info.get("type") in ("directory", "other"):  # Such as a pipe, which seems to be empty.
+        raise RemoteError(f"{shown(place)} is no file; a link to a folder is not followed")
     known = {key: info[key] for key in _TOKENS if info.get(key) is not None}
     known = known or {
         key: value
