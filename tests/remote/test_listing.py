@@ -182,4 +182,7 @@ def test_messages_have_no_secrets() -> None:
     assert shown("sftp://me:pw@host/a:b@c") == "sftp://me@host/a:b@c"
     assert shown("ftp://me:p@ss:w@rd@host:21/x@y") == "ftp://me@host:21/x@y"
     assert shown("zip://x::sftp://me:pw@host:22/x") == "zip://x::sftp://me@host:22/x"
+    assert shown("zip://x::https://me:pw@host/x.zip?sig=s") == "zip://x::https://host/x.zip"
+    assert shown("zip://x?y::HTTP://h/x?s::t") == "zip://x?y::HTTP://h/x"
+    assert shown("https://h/x::http://h?s") == "https://h/x::http://h"
     assert shown("abfs://c@a.example/x") == "abfs://c@a.example/x"

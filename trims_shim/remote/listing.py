@@ -27,6 +27,7 @@ __all__ = [
 
 _FORM = re.compile(r"[a-z][a-z0-9+.-]*://.", re.ASCII | re.IGNORECASE | re.DOTALL)
 _WEB = re.compile(r"https?://", re.ASCII | re.IGNORECASE)
+_WEB_WITHIN = re.compile(r"::https?://", re.ASCII | re.IGNORECASE)
 _QUERY = re.compile(r"[?#].*", re.DOTALL)
 _SIGNATURE = re.compile(r"(x-(amz|goog)-)?signature=|sig=", re.ASCII | re.IGNORECASE)
 _SIGNED_BY = re.compile(
@@ -163,6 +164,9 @@ def name_of(url: str) -> str:
 def shown(url: str) -> str:
     """A URL for messages: without password and query, which may hold secrets."""
     if not is_web(url):
+        within = _WEB_WITHIN.search(url)  # "zip://x::https://..."
+        if within is not None:
+            return shown(url[: within.start()]) + "::" + shown(url[within.start() + 2 :])
         return _PASSWORD.sub(r"\1", url)
     return _USER.sub("://", _QUERY.sub("", url))
 
