@@ -449,6 +449,9 @@ def test_a_page_that_is_cut_off_is_no_list(web: WebServer) -> None:
     page = b'<a href="a">a</a>' + b" " * 100 + b'<a href="b">b</a>'
     with pytest.raises(RemoteUnreachable, match="may not be the whole page"):
         WebFiles(web.put("cut/", page, cut_bytes=50, length=len(page))).list()
+    # As an answer is that ends within its headers; those that were to come are not missed.
+    with pytest.raises(RemoteUnreachable, match="may not be the whole page"):
+        WebFiles(web.put("cut/", b"", length=-1)).list()
 
 
 def test_a_folder_without_files_and_one_without_end(web: WebServer) -> None:

@@ -119,7 +119,8 @@ class WebFiles:
                 text = response.read(_PAGE_LIMIT_BYTES + 1)
                 if len(text) > _PAGE_LIMIT_BYTES:
                     raise RemoteError(f"{shown(page)} is too long for a list of files")
-                if not isinstance(response, HTTPResponse) or response.length:
+                is_cut = not isinstance(response, HTTPResponse) or response.length
+                if is_cut or not (text or _is_whole(response)):
                     raise RemoteUnreachable(f"{shown(page)}: it may not be the whole page")
                 links.feed(text.decode(errors="replace"))
             for target in dict.fromkeys(_target(page, link) for link in links.found):
