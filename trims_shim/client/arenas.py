@@ -50,7 +50,7 @@ class Image:
 
     def __init__(
         self,
-        descriptor: int,
+        descriptor: int | OwnDescriptor,
         size_bytes: int,
         *,
         digest: str,
@@ -59,10 +59,13 @@ class Image:
     ) -> None:
         """Take ownership of ``descriptor``, an open segment of ``size_bytes`` bytes.
 
-        ``name`` is the file's name, for people.
+        It is an OwnDescriptor where the caller closes it, too, after an error. ``name`` is the
+        file's name, for people.
         """
         self.name = name
-        self._segment = OwnDescriptor(descriptor)
+        if not isinstance(descriptor, OwnDescriptor):
+            descriptor = OwnDescriptor(descriptor)
+        self._segment = descriptor
         self.size_bytes = size_bytes
         self.digest = digest
         self.original: Original | None = None

@@ -20,6 +20,7 @@ from trims_shim import config as configuration
 from trims_shim import diagnostics
 from trims_shim.client.arenas import Arena, Image, Original
 from trims_shim.client.connection import Granted
+from trims_shim.client.descriptors import OwnDescriptor
 from trims_shim.client.pool import Line, Pool
 from trims_shim.client.prepared import PreparedModel, prepared_model
 from trims_shim.config import Config
@@ -88,11 +89,10 @@ class Cache:
 
         def ask(connection: Line) -> Image | None:
             name = f"{image.name} (aligned)"
-            granted = connection.open_aligned(descriptor, name, lead_bytes)
-            if granted is None:
-                return None
-            made = _image_of(granted, name, connection)
-            if made.size_bytes != image.size_bytes + lead_bytes:
+            made, _ = _image_of(
+                lambda: connection.open_aligned(descriptor, name, lead_bytes), name, connection
+            )
+            if made is not None and made.size_bytes != image.size_bytes + lead_bytes:
                 raise WireError(f"{name}: {made.size_bytes} bytes for {image.size_bytes}")
             return made
 
@@ -190,11 +190,11 @@ class Cache:
         return image
 
     def _lease(self, descriptor: int, identity: Identity, name: str) -> Arena:
-        def ask(connection: Line) -> tuple[Image, bool]:
-            granted = connection.open_image(descriptor, name)
-            return _image_of(granted, name, connection), granted.reply.is_settled
+        def ask(connection: Line) -> tuple[Image | None, bool]:
+            return _image_of(lambda: connection.open_image(descriptor, name), name, connection)
 
         image, is_settled = self._pool.ask(ask, may_start=self.config.autostart)
+        assert image is not None
         arena = image.map()
         if not image.spare_descriptor() and is_settled:
             self._settle(identity, image.digest)
@@ -250,17 +250,36 @@ class Cache:
         self._pool.close()
 
 
-def _image_of(granted: Granted, name: str, connection: Line) -> Image:
-    reply = granted.reply
-    image = Image(
-        granted.descriptor,
-        reply.size_bytes,
-        digest=reply.digest,
-        name=name,
-        release=lambda: connection.release(reply.lease),
-    )
-    _note(name, reply.outcome)
-    return image
+def _image_of(
+    ask: Callable[[], Granted | None], name: str, connection: Line
+) -> tuple[Image | None, bool]:
+    """Return the image that is granted, if one is, and whether it is settled.
+
+    An interrupt may come at any call, also that of a function: so what ``ask`` returns is owned by
+    this one, and then, with the image, by both.
+    """
+    segment = None
+    granted = ask()
+    try:
+        if granted is None:
+            return None, False
+        reply = granted.reply
+        segment = OwnDescriptor(granted.descriptor)
+        image = Image(
+            segment,
+            reply.size_bytes,
+            digest=reply.digest,
+            name=name,
+            release=lambda: connection.release(reply.lease),
+        )
+        _note(name, reply.outcome)
+    except BaseException:
+        if segment is not None:
+            segment.close()
+        elif granted is not None:
+            os.close(granted.descriptor)
+        raise
+    return image, reply.is_settled
 
 
 def _note(name: str, outcome: str) -> None:

@@ -168,6 +168,7 @@ class Connection:
             descriptors = self._receive_parts(parts, _part_count(reply, tier), name)
             if os.fstat(descriptors[0]).st_size < reply.size_bytes:
                 raise WireError(f"segment of {name} is shorter than its image")
+            return Granted(reply, descriptors[0], descriptors[1:])
         except BaseException:
             handover.close_all(list(parts.descriptors.values()))
             for lease in parts.leases:
@@ -175,7 +176,6 @@ class Connection:
             raise
         finally:
             self._parts = None
-        return Granted(reply, descriptors[0], descriptors[1:])
 
     def _answer_to_offer(self, parts: _Parts) -> messages.OfferReply:
         """Wait for the answer; a resident image comes with it, in one round trip without ZeroMQ."""
@@ -397,15 +397,19 @@ class Connection:
         if self._welcome is None:
             self._receive_welcome()
         packet = self._next_packet(deadline_s)
-        message, parts = packet.message, self._parts
-        if isinstance(message, messages.SegmentGrant) and self._takes(message, packet.descriptor):
-            return
-        if isinstance(message, messages.OfferReply) and parts and message.ticket == parts.ticket:
-            parts.answers.append(message)
-        if isinstance(message, messages.OpenPreparedReply | messages.ErrorReply):
-            self._replies.append(message)
-        if packet.descriptor is not None:
-            os.close(packet.descriptor)
+        is_taken = False
+        try:
+            message, parts = packet.message, self._parts
+            if isinstance(message, messages.SegmentGrant):
+                is_taken = self._takes(message, packet.descriptor)
+            is_answer = isinstance(message, messages.OfferReply)
+            if is_answer and parts and message.ticket == parts.ticket:
+                parts.answers.append(message)
+            if isinstance(message, messages.OpenPreparedReply | messages.ErrorReply):
+                self._replies.append(message)
+        finally:  # also after an interrupt
+            if packet.descriptor is not None and not is_taken:
+                os.close(packet.descriptor)
         if isinstance(message, messages.Goodbye):
             raise DaemonUnavailable(f"the daemon closes the connection: {message.reason}")
 

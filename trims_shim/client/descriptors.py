@@ -23,12 +23,13 @@ class OwnDescriptor:
 
     def is_open(self) -> bool:
         """Whether the program has left it open; else the number means another file, or none."""
-        return _stamp(self.number) == self._stamp
+        return self._stamp is not None and _stamp(self.number) == self._stamp
 
     def close(self) -> None:
-        """Close it, if it is still ours. Raises nothing; safe in a finalizer."""
+        """Close it, if it is still ours. Raises nothing; safe in a finalizer, and once more."""
         if self.is_open():
             with contextlib.suppress(OSError):
+                self._stamp = None  # the number may come to mean the same file again
                 os.close(self.number)
 
 

@@ -104,22 +104,17 @@ def receive(
     Raises WireError for a packet that is too long, malformed or carries more than one descriptor
     (its descriptors are closed, by ``discard`` if given), OSError of the socket.
     """
-    data, ancillary, message_flags, _ = connection.recvmsg(
-        HANDOVER_PACKET_LIMIT_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-    )
-    descriptors = _descriptors(ancillary)
-    if not data and not descriptors:
-        return None
+    received: list[tuple[bytes, list[tuple[int, int, bytes]], int, Any]] = []
+    arguments = ((HANDOVER_PACKET_LIMIT_BYTES,), (_ANCILLARY_BYTES,), (socket.MSG_CMSG_CLOEXEC,))
     try:
-        if message_flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            raise MalformedMessage("handover packet is too long or carries too many descriptors")
-        if len(descriptors) > 1:
-            raise MalformedMessage(f"handover packet carries {len(descriptors)} descriptors")
-        message = codec.decode(data)
+        # Kept in the call that receives: an interrupt comes between calls, and loses none.
+        received.extend(map(connection.recvmsg, *arguments))
+        data, ancillary, message_flags, _ = received[0]
+        return _packet(data, ancillary, message_flags)
     except BaseException:
-        (discard or close_all)(descriptors)
+        for _, ancillary, _, _ in received:
+            (discard or close_all)(_descriptors(ancillary))
         raise
-    return Packet(message, descriptors[0] if descriptors else None, _sender(ancillary))
 
 
 def has_unread(connection: socket.socket) -> bool:
@@ -154,6 +149,20 @@ def close_all(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
+
+
+def _packet(
+    data: bytes, ancillary: list[tuple[int, int, bytes]], message_flags: int
+) -> Packet | None:
+    descriptors = _descriptors(ancillary)
+    if not data and not descriptors:
+        return None
+    if message_flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        raise MalformedMessage("handover packet is too long or carries too many descriptors")
+    if len(descriptors) > 1:
+        raise MalformedMessage(f"handover packet carries {len(descriptors)} descriptors")
+    message = codec.decode(data)
+    return Packet(message, descriptors[0] if descriptors else None, _sender(ancillary))
 
 
 def _sender(ancillary: list[tuple[int, int, bytes]]) -> int | None:

@@ -1,0 +1,59 @@
+"""A signal handler of the program raises in the middle of a load. Promise: whatever was already
+received is let go of."""
+
+from __future__ import annotations
+
+from harness import World
+
+INTERRUPTING = """
+import gc, itertools, sys
+from trims_shim.client.cache import cache
+
+class Interrupt(BaseException): pass
+
+def is_interrupted(work, at):
+    "Whether `work` is interrupted at the given one of all points at which a handler may run."
+    points = itertools.count()
+    def interrupt(frame, event, argument):
+        # At the start of a function of Python, and after a call of one of C.
+        if event in ('call', 'c_return') and next(points) == at:
+            raise Interrupt
+    try:
+        sys.setprofile(interrupt)
+        result = work()  # kept: an interrupt of a finalizer is only printed
+    except Interrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+def load(descriptor, path):
+    "As a process that does not have the image yet."
+    cache()._images.clear()
+    return cache().open(descriptor, name=path, min_bytes=1)
+
+def held():
+    "Descriptors of segments."
+    links = []
+    for each in os.listdir('/proc/self/fd'):
+        try: links.append(os.readlink('/proc/self/fd/' + each))
+        except FileNotFoundError: pass  # that of the listing
+    return [each for each in links if 'segment' in each]
+
+def interrupt_everywhere(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    for turn in itertools.count():
+        load(descriptor, path)  # over a connection that is there, and has nothing unread
+        if not is_interrupted(lambda: load(descriptor, path), turn):
+            gc.collect()
+            return turn
+"""
+
+
+def test_no_descriptor_is_lost_by_an_interrupt(running: World) -> None:
+    said = running.run(
+        INTERRUPTING + f"turns = interrupt_everywhere({running.file()!r})\nsay([turns, held()])\n"
+    )
+    assert said[0] > 100
+    assert said[1] == []
+    running.assert_account()
