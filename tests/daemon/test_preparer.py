@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 from blake3 import blake3
 from onnx_kinds import BROKEN, NOT_RELOADED
-from onnx_models import SAMPLES, perceptron, save, save_external
+from onnx_models import FLOAT, INT64, SAMPLES, Graph, images, perceptron, save, save_external
 from prepare_requests import Daemon, opened, prepare, request
 
 from trims_shim.daemon.preparer import main as preparer
@@ -114,6 +116,70 @@ class TestPublished:
         os.close(descriptor)
         assert reply == PrepareReply(probe="equal")
         assert daemon.hashed == [SourceHashed(blake3(content).hexdigest())]
+
+
+class TestCasts:
+    """onnxruntime removes casts of some models that it saved when it loads them again."""
+
+    @staticmethod
+    def rounded(graph: Graph, *kinds: int) -> str:
+        """``x`` through casts and a product, which takes 130 columns."""
+        value = "x"
+        for kind in kinds:
+            value = graph.node("Cast", value, to=kind)
+        value = graph.node("Cast", graph.node("Tanh", value), to=FLOAT)
+        return graph.node("MatMul", value, graph.weight("w", 130, 512))
+
+    @staticmethod
+    def published(graph: Graph, tmp_path: Path, directory: Path) -> bool:
+        """Whether it is; then it gives the bits of the original for 130 columns."""
+        path = tmp_path / "model.onnx"
+        save(graph.model())(path)
+        reply = prepare(path, directory)
+        assert reply.reason in ("", "outputs_differ"), reply
+        if reply.reason:
+            return False
+        assert sorted(os.listdir(directory)) == ["model.onnx", "weights.bin"]
+        sessions = Sessions(request(path, directory).recipe)
+        feeds = {"x": images(1, 3, 130)}
+        assert run(sessions.prepared(str(directory)), feeds) == run(
+            sessions.original(str(path)), feeds
+        )
+        return True
+
+    def test_of_a_model_for_which_no_inputs_can_be_made(
+        self, tmp_path: Path, directory: Path
+    ) -> None:
+        """Found: it was published, and sessions did not round to float16."""
+        half = onnx.TensorProto.FLOAT16
+        graph = Graph("casts")
+        graph.input("x", ["batch", "columns"])
+        graph.output(self.rounded(graph, half, FLOAT, half), ["batch", 512])
+        self.published(graph, tmp_path, directory)
+
+    def test_in_a_branch_that_made_up_inputs_do_not_take(
+        self, tmp_path: Path, directory: Path
+    ) -> None:
+        half = onnx.TensorProto.FLOAT16
+        branches = []
+        for name, kinds in (("then", (half, FLOAT, half)), ("else", (FLOAT,))):
+            branch = Graph(name)
+            branch.output(self.rounded(branch, *kinds), None)
+            branches.append(branch.finish())
+        graph = Graph("casts")
+        graph.input("x", ["batch", 130])
+        width = graph.node("ReduceMax", graph.node("Shape", "x"), keepdims=0)
+        rows = graph.node("Div", graph.node("Size", "x"), width)
+        three = graph.node("Equal", rows, graph.constant("three", np.array(3)))
+        graph.node("If", three, outputs=["y"], then_branch=branches[0], else_branch=branches[1])
+        graph.output("y", None)
+        self.published(graph, tmp_path, directory)
+
+    def test_that_are_kept(self, tmp_path: Path, directory: Path) -> None:
+        graph = Graph("casts")
+        graph.input("x", ["batch", 130])
+        graph.output(self.rounded(graph, INT64, FLOAT), ["batch", 512])
+        assert self.published(graph, tmp_path, directory)
 
 
 class TestNotWanted:

@@ -27,20 +27,19 @@ from trims_shim.formats.onnx_structure import (
     GRAPH_NODE,
     GRAPH_OUTPUT,
     NODE_INPUT,
+    NODE_OUTPUT,
     TENSOR_NAME,
     VALUE_NAME,
     Message,
     read_children,
 )
-from trims_shim.formats.protobuf import WireReader, delimited, encode_field
+from trims_shim.formats.protobuf import WireReader, encode_field
 
 __all__ = ["in_running_order", "listing_of"]
 
 _NODES_LIMIT = 20_000
 _RULES_LIMIT = 2_000_000
 """Larger models are left as they are saved: memory here grows with the square of the nodes."""
-
-_NODE_OUTPUT = delimited(2)
 
 
 def in_running_order(model: Any) -> bytes:
@@ -108,7 +107,7 @@ def _values_of(
                 inputs |= _taken_from_outside(reader, *graph, depth=depth + 2)
         elif key == NODE_INPUT:
             inputs.add(reader.name(first, stop))
-        elif key == _NODE_OUTPUT:
+        elif key == NODE_OUTPUT:
             outputs.add(reader.name(first, stop))
     return inputs - {b""}, outputs - {b""}
 

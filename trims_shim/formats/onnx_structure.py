@@ -45,6 +45,7 @@ __all__ = [
     "NODE_DOMAIN",
     "NODE_INPUT",
     "NODE_OPERATOR",
+    "NODE_OUTPUT",
     "TENSOR_DIM",
     "TENSOR_DIMS",
     "TENSOR_EXTERNAL_DATA",
@@ -80,6 +81,7 @@ GRAPH_INITIALIZER = delimited(5)
 GRAPH_INPUT = delimited(11)
 GRAPH_OUTPUT = delimited(12)
 NODE_INPUT = delimited(1)
+NODE_OUTPUT = delimited(2)
 NODE_OPERATOR = delimited(4)
 NODE_ATTRIBUTE = delimited(5)
 NODE_DOMAIN = delimited(7)

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trims_shim.errors import FormatError, NotServed
+from trims_shim.formats.onnx_casts import casts_of, have_pairs
 from trims_shim.formats.onnx_inputs import without_lost_inputs
 from trims_shim.formats.onnx_metadata import with_metadata_order
 from trims_shim.formats.onnx_order import in_running_order
@@ -108,7 +109,31 @@ class Sessions:
         ``is_packed``: with what kernels packed; onnxruntime before 1.21 ignores it. Raises Refusal
         (``not_saved``, ``disk_full``), MemoryError.
         """
-        options = self._options(self._recipe.level)
+        self._save(path, directory, self._recipe.level, is_packed=is_packed)
+
+    def check_casts(self, directory: str) -> None:
+        """Raise Refusal (``outputs_differ``) if a hit leaves out casts of the prepared model.
+
+        Inputs that are made up may not show it: they may be refused, or take another branch.
+        Raises as :meth:`save` as well.
+        """
+        path = os.path.join(directory, PREPARED_MODEL)
+        with mapped(path) as model:
+            casts = casts_of(model)
+        if not have_pairs(casts):
+            return
+        try:
+            self._save(path, directory, "ORT_DISABLE_ALL", is_packed=False)
+            with mapped(os.path.join(directory, _SAVED_MODEL)) as model:
+                kept = casts_of(model)
+        finally:
+            _remove_saved(directory)
+        if kept != casts:
+            message = "onnxruntime leaves out casts of the model that it saved"
+            raise Refusal("outputs_differ", message)
+
+    def _save(self, path: str, directory: str, level: str, *, is_packed: bool) -> None:
+        options = self._options(level)
         options.optimized_model_filepath = os.path.join(directory, _SAVED_MODEL)
         prefix = "session.optimized_model_external_initializers"
         options.add_session_config_entry(f"{prefix}_file_name", _SAVED_WEIGHTS)
@@ -209,9 +234,13 @@ def place(directory: str, *, source: str = "") -> None:
             raise disk_full(directory) from error
         raise
     finally:
-        for path in (saved, weights):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+        _remove_saved(directory)
+
+
+def _remove_saved(directory: str) -> None:
+    for name in (_SAVED_MODEL, _SAVED_WEIGHTS):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(directory, name))
 
 
 def _transposable(model: bytes) -> tuple[bytes, tuple[Transposition, ...]]:
