@@ -110,14 +110,16 @@ def test_nobody_is_waited_for_before_anybody_has_come_in_time() -> None:
     assert bench.running is not None
 
 
-def test_a_caller_that_waits_for_its_answers_never_waits_for_company() -> None:
+@pytest.mark.parametrize("took_ms", [22, 5])
+def test_a_caller_that_waits_for_its_answers_never_waits_for_company(took_ms: float) -> None:
+    """Not even if they come so much sooner than its profile says that the next item is in time."""
     bench = Bench()
     now_ms = 0.0
     for _ in range(50):
         bench.arrive(now_ms)
         assert bench.running is not None
-        bench.finish(now_ms + 22)
-        now_ms += 22.001
+        bench.finish(now_ms + took_ms, is_typical=False)
+        now_ms += took_ms + 0.001
 
 
 def test_callers_that_come_together_are_waited_for_and_nobody_else() -> None:
@@ -149,6 +151,30 @@ def test_it_waits_as_long_as_the_next_one_could_save() -> None:
     assert bench.wakes_ms() == 1020
     bench.wake(1020)
     assert bench.running is not None
+
+
+def test_it_does_not_wait_where_nobody_has_come_in_time() -> None:
+    """After 21 ms: a batch saves at most 20 by one more."""
+    bench = used_to_company(after_ms=21, bursts=3)
+    bench.arrive(1000)
+    assert bench.running is not None
+
+
+def test_bursts_make_it_wait_also_after_many_batches_that_were_all_alike() -> None:
+    """Those that came one by one would have been in time anyway."""
+    bench, now_ms = Bench(), 0.0
+    for count in [1] * 150 + [16] * 5:
+        bench.arrive(now_ms)
+        if bench.running is None:
+            now_ms = bench.wakes_ms() or 0
+            bench.wake(now_ms)
+        for _ in range(count):
+            bench.arrive(now_ms + 15)
+        bench.finish(now_ms + 22)
+        bench.finish(now_ms + 22 + LINE.latency_ns(count) / 1e6)
+        now_ms += 100
+    bench.arrive(now_ms)
+    assert bench.wakes_ms() == now_ms + 20
 
 
 def test_where_those_who_come_would_be_in_time_anyway_it_waits_for_nobody() -> None:

@@ -96,6 +96,15 @@ def test_those_who_come_while_a_batch_runs_would_wait_too() -> None:
     assert known.patience_ns[1] == 0
 
 
+def test_the_one_that_is_waited_for_is_one_of_those_who_come_meanwhile() -> None:
+    """With three others it costs four of them 2 ms of waiting and 2 of a longer batch."""
+    known = company()
+    for _ in range(500):
+        known.answered(4)
+    expect(known, 1, 2)
+    assert known.patience_ns[1] > 0
+
+
 def test_it_changes_its_mind() -> None:
     known = company()
     expect(known, 1, 0.5, times=200)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import signal
 from random import Random
 from typing import Any
 
@@ -218,6 +219,19 @@ def test_who_cannot_be_drawn_for_fails_alone(batch_sizes: list[int] | None) -> N
         batcher.drain(PATIENCE_S)
         assert batcher.stage_stats().failures == 0
         assert batcher.stats().failed == 1
+
+
+def test_a_time_limit_within_a_draw_is_no_failure_of_its_row(
+    time_limit: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drawing(*args: object, **options: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(torch, "multinomial", drawing)
+    failed: dict[int, Exception] = {}
+    with pytest.raises(time_limit):
+        chosen(torch.zeros(1, VOCABULARY), [chance(1, temperature=1.0)], failed)
+    assert not failed
 
 
 def test_padded_prompts_draw_the_same() -> None:
