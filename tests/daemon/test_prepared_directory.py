@@ -67,13 +67,14 @@ def test_the_cache_directory_may_be_a_link(tmp_path: Path) -> None:
     [
         (lambda path: path.chmod(0o720), "writable by others"),
         (lambda path: path.chmod(0o702), "writable by others"),
+        (lambda path: path.chmod(0o1777), "writable by others"),
         (lambda path: path.parent.chmod(0o770), "writable by others"),
         (lambda path: os.chown(path, 65534, -1), "belongs to user 65534"),
         (lambda path: os.chown(path.parent, 65534, -1), "belongs to user 65534"),
         (lambda path: _as_link(path), "is not a directory"),
         (lambda path: (path.rmdir(), path.write_text("")), "is not a directory"),
     ],
-    ids=["group", "all", "parent", "owner", "parents-owner", "link", "file"],
+    ids=["group", "all", "sticky", "parent", "owner", "parents-owner", "link", "file"],
 )
 def test_a_bad_one(tmp_path: Path, spoil: Callable[[Path], object], what: str) -> None:
     path = tmp_path / "cache" / "prepared"

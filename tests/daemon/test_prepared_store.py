@@ -236,6 +236,14 @@ class TestRoom:
         assert [store.made(job, entry(), 2) for job in jobs] == [[], []]
         assert (ready(store), store.resident_bytes(), preparing(store)) == ([A], 10, 0)
 
+    def test_the_second_one_drops_nothing_where_there_is_room_for_one(self) -> None:
+        store = new_store(15)
+        jobs = [started(store, asking(flight=number)) for number in range(2)]
+        for job in jobs:
+            assert store.hashed(job, A, 1, needed_bytes=5).is_wanted
+        assert [store.made(job, entry(), 2) for job in jobs] == [[], []]
+        assert ready(store) == [A]
+
     def test_a_leased_one_stays_and_nothing_goes_in_vain(self) -> None:
         store = new_store(30)
         make(store, A, 20, now=1)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -119,6 +120,13 @@ def test_a_batch_has_no_graph() -> None:
 )
 def test_tensors_of_another_kind_are_in_another_batch(other: Any) -> None:
     assert not share_batch(torch.ones(3), other)
+
+
+def test_arrays_on_another_device_are_in_another_batch_whatever_their_library() -> None:
+    here, there = Foreign([1.0]), Foreign([1.0])
+    assert share_batch(here, there)
+    there.device = "foreign:1"
+    assert not share_batch(here, there)
 
 
 def test_tensors_that_cannot_be_stacked_are_listed() -> None:
@@ -425,6 +433,10 @@ def test_results_that_cannot_be_stacked_can_be_split() -> None:
     ragged = [torch.ones(length) for length in (1, 2, 3)]
     nested = torch.nested.nested_tensor(ragged, layout=torch.jagged)
     assert [len(each) for each in split(nested)] == [1, 2, 3]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls them a prototype
+        padded_inside = torch.nested.nested_tensor(ragged, layout=torch.strided)
+    assert [len(each) for each in split(padded_inside)] == [1, 2, 3]
 
 
 def test_none_is_none_for_each() -> None:

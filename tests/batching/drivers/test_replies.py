@@ -120,6 +120,16 @@ def test_a_running_future_cannot_be_cancelled_and_begins_again_after_an_interrup
     assert future.cancel()
 
 
+def test_an_answer_may_be_waited_for_longer_than_any_thread_can_sleep() -> None:
+    future = BatchFuture()
+    found: list[Any] = []
+    waiting = start(lambda: found.append(future.result(1e300)))
+    wait_until(lambda: bool(future._sleepers) or not waiting.is_alive())
+    future.answer(5)
+    join(waiting)
+    assert found == [5]
+
+
 def test_a_failing_callback_is_logged_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
     future = BatchFuture()
     called: list[object] = []

@@ -19,12 +19,14 @@ from hypothesis import strategies as st
 from trims_shim import config
 from trims_shim.batching.collating.collate import collate_of
 from trims_shim.batching.profiles.profile import LatencyProfile
+from trims_shim.batching.profiles.profile_json import LARGEST_SIZE
 from trims_shim.batching.profiles.profile_store import (
     ProfileStore,
     SavedProfile,
     key_text,
     load_profile,
     load_saved,
+    machine_text,
     save_profile,
 )
 from trims_shim.daemon.prepared.directory import examine
@@ -51,6 +53,12 @@ def test_what_is_written_is_read(path: Path) -> None:
     save_profile(path, dataclasses.replace(SAVED, pads=True))
     assert load_profile(path).latency_ns(2) == 12e6
     assert os.listdir(path.parent) == [path.name]
+
+
+def test_the_largest_size_that_is_written_is_read(path: Path) -> None:
+    largest = SavedProfile({1: 5e6, LARGEST_SIZE: 12e6}, LARGEST_SIZE)
+    save_profile(path, largest)
+    assert load_saved(path) == largest
 
 
 def test_a_file_of_the_users_has_the_mode_of_any_file_and_keeps_its_own(path: Path) -> None:
@@ -115,6 +123,7 @@ GOOD = {"format": "trims latency profile", "version": 1, "max_batch_size": 2}
         ({**GOOD, "latencies_ns": {"0": 1}}, CorruptFile, "batch of '0'"),
         ({**GOOD, "latencies_ns": {"-1": 1}}, CorruptFile, "batch of '-1'"),
         ({**GOOD, "latencies_ns": {"99999": 1}}, CorruptFile, "batch of '99999'"),
+        ({**GOOD, "latencies_ns": {"\u00b2": 1}}, CorruptFile, "batch of '\u00b2'"),
         ({**GOOD, "latencies_ns": {"00000000019": 1}}, CorruptFile, "batch of"),
         ({**GOOD, "latencies_ns": {"1": 0}}, CorruptFile, "latency of 0 ns"),
         ({**GOOD, "latencies_ns": {"1": "2"}}, CorruptFile, "latency of 2 ns"),
@@ -177,6 +186,19 @@ def test_profiles_of_another_machine_are_not_used(
     monkeypatch.setattr(
         "trims_shim.batching.profiles.profile_store.machine_text", lambda: "another"
     )
+    assert store.load("classify") is None
+
+
+def test_profiles_for_another_number_of_processors_are_not_used(
+    store: ProfileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of as many as this process may use."""
+    monkeypatch.setattr(
+        "trims_shim.batching.profiles.profile_store.machine_text", machine_text.__wrapped__
+    )
+    store.save("classify", None, SAVED)
+    assert store.load("classify") is not None
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(1 << 20))
     assert store.load("classify") is None
 
 
