@@ -32,6 +32,11 @@ def test_what_stays_slow_is_expected_to_be_slow() -> None:
     assert told([0.8] * 12).now == pytest.approx(0.8, rel=0.05)
 
 
+def test_what_stays_far_off_is_expected_to_be_off_on_the_same_side_by_a_factor_of_two() -> None:
+    assert 1.7 < told([1.0] * 20 + [3.0] * 12).now <= 2
+    assert 1 / 2 <= told([0.2] * 12).now < 1 / 1.7
+
+
 def test_each_ratio_is_compared_with_what_was_expected_before_it() -> None:
     ratios = [1.0] * 20 + [1.4] * 12
     one_by_one, found = Tempo(), []
