@@ -35,12 +35,14 @@ none, so a program with a thousand small models would else run out of them becau
 class Original(NamedTuple):
     """The image that an aligned one has the bytes of, ``lead_bytes`` further on.
 
-    No hold on it: that would keep the bytes in memory twice.
+    No hold on it: that would keep the bytes in memory twice. Its file is where ``path`` says,
+    if nobody has changed that.
     """
 
     digest: str
     lead_bytes: int
     image: weakref.ref[Image]
+    path: str
 
 
 class Image:

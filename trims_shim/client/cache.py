@@ -78,7 +78,7 @@ class Cache:
         cache cannot help.
         """
         key = (image.digest, lead_bytes)
-        original = Original(image.digest, lead_bytes, weakref.ref(image))
+        original = Original(image.digest, lead_bytes, weakref.ref(image), image.name)
         found = self._aligned.get(key)
         if found is not None and found.is_open:
             found.original = original  # The one before may be gone.
@@ -126,6 +126,10 @@ class Cache:
             _note(name, "local")
         diagnostics.count("bytes_shared", amount=arena.size_bytes)
         return arena
+
+    def digest_of(self, descriptor: int) -> Digest:
+        """The digest of an open file; empty unless this process has opened its image before."""
+        return self._digests.get(Identity.from_stat(os.fstat(descriptor)), "")
 
     def opened(self) -> frozenset[Digest]:
         """Digests of the images that this process has opened, on the host or on a device."""

@@ -24,6 +24,7 @@ import contextvars
 import ctypes
 import functools
 import math
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -45,7 +46,7 @@ from trims_shim.patches.torch_rebuild import Blanks
 from trims_shim.specs import DeviceId
 
 if TYPE_CHECKING:
-    from trims_shim.client.arenas import Image
+    from trims_shim.client.arenas import Image, Original
     from trims_shim.client.device_arenas import DeviceArena
 
 __all__ = [
@@ -198,24 +199,40 @@ def _arena(descriptor: int, name: str, place: Place) -> DeviceArena | None:
 
 
 def arena_of_image(image: Image, place: Place) -> DeviceArena | None:
-    """Return the device memory of an image in host memory; None (counted) where there is none."""
+    """Return the device memory of an image in host memory; None (counted) where there is none.
+
+    Of an aligned image, that of the file: zeros come before it there, which is no model.
+    """
     original = image.original
     digest = image.digest if original is None else original.digest
     arena: DeviceArena | None = _arenas().held(digest, place.id)
     if arena is not None:
         return arena
-    name = f"image {digest[:12]}"
+    plain = image if original is None else original.image()
+    if plain is not None and plain.is_open:
+        return _arena(plain.descriptor, f"image {digest[:12]}", place)
     if original is not None:
-        # To a device, an aligned image is no model: zeros come before the file.
-        plain = original.image()
-        if plain is None:
-            skip("aligned", what=name)
-            return None
-        image = plain
-    if not image.is_open:
-        skip("memory", what=name)
-        return None
-    return _arena(image.descriptor, name, place)
+        return _arena_of_original(original, place)
+    skip("memory", what=f"image {digest[:12]}")
+    return None
+
+
+def _arena_of_original(original: Original, place: Place) -> DeviceArena | None:
+    """Return the device memory of a file that was loaded before, if it still is that file."""
+    try:
+        descriptor = os.open(original.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError):  # It is gone, or never had a path.
+        descriptor = -1
+    try:
+        if descriptor >= 0 and cache().digest_of(descriptor) == original.digest:
+            arena = _arena(descriptor, original.path, place)
+            if arena is None or arena.digest == original.digest:
+                return arena
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    skip("aligned", what=original.path)
+    return None
 
 
 def record_of(arena: DeviceArena, offset_bytes: int, size_bytes: int) -> int | None:
