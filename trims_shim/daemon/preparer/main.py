@@ -207,11 +207,11 @@ def _attempt(
     directory = request.directory
     sessions.save(path, directory, is_packed=is_packed)
     optimising.place(directory, source=path)
-    sessions.check_casts(directory)
     weights_bytes = os.stat(os.path.join(directory, PREPARED_WEIGHTS)).st_size
     note = verifying.verify(
         reference, lambda: sessions.prepared(directory), weights_bytes=weights_bytes
     )
+    sessions.check_casts(directory)
     return PrepareReply(probe=clipped(note))
 
 
