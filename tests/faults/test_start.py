@@ -604,24 +604,16 @@ def test_an_older_protocol_falls_back_and_leaves_the_newer_daemon(running: World
     assert running.pid() == pid
 
 
-def test_an_older_package_of_the_same_protocol_uses_the_newer_daemon(running: World) -> None:
+@pytest.mark.parametrize("package", ["0.0.1", "9.9.9"], ids=["older", "downgraded"])
+def test_a_package_that_uses_a_daemon_of_another_version(running: World, package: str) -> None:
+    """An older one; and one downgraded under the client.
+
+    Found: each process that had imported the newer one began yet another older daemon.
+    """
     path = running.file(1)
     pid = running.pid()
     said = running.run(
-        _PACKAGE.format(package="0.0.1", protocol=messages.PROTOCOL_VERSION)
-        + f"arena = open_file({path!r})\nsay([data(arena)[:8].hex(), cache().welcome().pid])\n"
-    )
-    assert said == [content(1)[:8].hex(), pid]
-
-
-def test_a_package_that_was_downgraded_under_a_client_replaces_no_daemon_by_its_like(
-    running: World,
-) -> None:
-    """Found: each process that had imported the newer one began yet another older daemon."""
-    path = running.file(1)
-    pid = running.pid()
-    said = running.run(
-        _PACKAGE.format(package="9.9.9", protocol=messages.PROTOCOL_VERSION)
+        _PACKAGE.format(package=package, protocol=messages.PROTOCOL_VERSION)
         + f"arena = open_file({path!r})\nsay([data(arena)[:8].hex(), cache().welcome().pid])\n"
     )
     assert said == [content(1)[:8].hex(), pid]

@@ -34,7 +34,16 @@ from trims_shim.client.device_arenas import DeviceArena, DeviceImage
 from trims_shim.config import PATCHABLE_LIBRARIES, load
 from trims_shim.errors import NotServed
 from trims_shim.formats import layout_of
-from trims_shim.patches import points, torch_device, torch_modes, torch_repoint
+from trims_shim.patches import (
+    points,
+    torch_device,
+    torch_initializers,
+    torch_load,
+    torch_modes,
+    torch_module,
+    torch_repoint,
+    torch_unshare,
+)
 
 WITHOUT_HOLDERS = {
     *sys.stdlib_module_names,
@@ -168,6 +177,13 @@ class _Hidden:
         raise AttributeError("hidden")
 
 
+OF_TRAINING = (
+    *torch_load.POINTS[:2],
+    *torch_module.POINTS[:1],
+    *torch_unshare.POINTS[:-1],
+    *torch_initializers.POINTS,
+)
+"""Points of programs that load weights and write to them."""
 BOTH_WAYS = [pytest.param(True, id="swap"), pytest.param(False, id="no swap")]
 """Whether torch can swap the memory of two storages."""
 

@@ -66,6 +66,16 @@ def where(tensor):
     return "device" if torch_device.find(tensor) else "here"
 """
 
+# What torch does without a device: there is none, so a copy stands for what it would move.
+TO_CUDA = """
+class ToCuda(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.to and str(args[1]).startswith("cuda"):
+            return args[0].clone()
+        return func(*args, **(kwargs or {}))
+torch_modes.passive_modes.add(ToCuda)
+"""
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -158,13 +168,6 @@ import gc
 import safetensors.torch
 from safetensors import safe_open
 
-class ToCuda(torch.overrides.TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.to and str(args[1]).startswith("cuda"):
-            return args[0].clone()
-        return func(*args, **(kwargs or {}))
-torch_modes.passive_modes.add(ToCuda)
-
 def load():
     return torch.load(PATH, map_location="cuda")
 
@@ -247,7 +250,7 @@ def test_a_program(world: World, machine: Emulated, saved: Saved, may_swap: bool
     if not may_swap:
         world.variables["WITHOUT_SWAP"] = "1"
     world.start()
-    program = world.spawn(f"{PROGRAM}PATH = {saved.path!r}\n{SCENES}")
+    program = world.spawn(f"{PROGRAM}{TO_CUDA}PATH = {saved.path!r}\n{SCENES}")
 
     def plays(scene: str) -> object:
         program.say(scene)
@@ -280,13 +283,6 @@ UNALIGNED = """
 import gc, os
 import safetensors.torch
 from trims_shim import diagnostics
-
-class ToCuda(torch.overrides.TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.to and str(args[1]).startswith("cuda"):
-            return args[0].clone()
-        return func(*args, **(kwargs or {}))
-torch_modes.passive_modes.add(ToCuda)
 
 def data_begin():
     with open(PATH, "rb") as file: return 8 + int.from_bytes(file.read(8), "little")
@@ -340,7 +336,7 @@ def test_weights_of_an_aligned_image_move_as_those_of_the_file(world: World) -> 
     """No device is asked for an image of the aligned bytes, which are no model file."""
     world.start()
     path = f"{world.root}/model.safetensors"
-    program = world.spawn(f"{PROGRAM}PATH = {path!r}\n{UNALIGNED}")
+    program = world.spawn(f"{PROGRAM}{TO_CUDA}PATH = {path!r}\n{UNALIGNED}")
     assert program.hear() == ["device", "device"]
     # Nothing here holds the file's image any more: it is opened again, if it is the same file.
     assert program.hear() == "device"

@@ -30,7 +30,6 @@ from trims_shim.patches import (
     points,
     torch_device,
     torch_initializers,
-    torch_load,
     torch_module,
     torch_repoint,
     torch_unshare,
@@ -42,13 +41,7 @@ SIDE = 256
 @pytest.fixture(params=emulation.BOTH_WAYS)
 def devices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Devices]:
     emulation.let_swap(monkeypatch, request.param)
-    with emulation.emulated(
-        monkeypatch,
-        *torch_load.POINTS[:2],
-        *torch_module.POINTS[:1],
-        *torch_unshare.POINTS[:-1],
-        *torch_initializers.POINTS,
-    ) as devices:
+    with emulation.emulated(monkeypatch, *emulation.OF_TRAINING) as devices:
         yield devices
 
 

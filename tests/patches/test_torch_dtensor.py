@@ -14,13 +14,7 @@ from torch import nn
 from torch.distributed import tensor as distributed_tensor
 from torch.distributed.tensor import DTensor, Replicate, _collective_utils
 
-from trims_shim.patches import (
-    torch_dtensor,
-    torch_initializers,
-    torch_load,
-    torch_module,
-    torch_unshare,
-)
+from trims_shim.patches import torch_dtensor
 
 SIDE = 256
 
@@ -28,14 +22,8 @@ SIDE = 256
 @pytest.fixture(params=emulation.BOTH_WAYS)
 def devices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Devices]:
     emulation.let_swap(monkeypatch, request.param)
-    with emulation.emulated(
-        monkeypatch,
-        *torch_load.POINTS[:2],
-        *torch_module.POINTS[:1],
-        *torch_unshare.POINTS[:-1],
-        *torch_initializers.POINTS,
-        *torch_dtensor.POINTS,
-    ) as devices:
+    wanted = *emulation.OF_TRAINING, *torch_dtensor.POINTS
+    with emulation.emulated(monkeypatch, *wanted) as devices:
         yield devices
 
 
