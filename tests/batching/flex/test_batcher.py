@@ -436,6 +436,14 @@ def test_an_objective_may_be_set_for_all(make_scene: Callable[..., Scene]) -> No
     assert scene.batcher.slo_ms == 5
 
 
+def test_objectives_of_models_end_with_that_of_all(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(slo_ms={"long": 10_000, "short": 5})
+    scene.batcher.update(slo_ms=None)
+    (future,) = scene.submit("short", 1)
+    scene.short.open()
+    assert future.result(PATIENCE_S) == 1
+
+
 def test_a_failing_item_fails_alone() -> None:
     def fail_at_2(batch: list[int]) -> list[int]:
         if 2 in batch:

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any, Literal, NoReturn
 
 from trims_shim.batching.arguments import (
@@ -73,7 +74,7 @@ class FlexBatcher(Batcher[str, Any]):
     :func:`~trims_shim.batching.flex.exit_points.exit_point` makes more exit points.
 
     ``slo_ms``: the time in which an answer is wanted; a number for all, or one for each model by
-    name; ``update(slo_ms=...)`` sets one for all.
+    name; ``update(slo_ms=...)`` sets one for all, or ends all with None.
     ``devices``: how many batches run at once, or the names of the devices, ``"cuda:0"`` or
     ``"cpu"``. A model that has a copy of its stages on each of several devices is given as a
     mapping of device names to stages.
@@ -169,6 +170,14 @@ class FlexBatcher(Batcher[str, Any]):
             # Text is iterable, too: by its letters.
             iterables = (itertools.repeat(iterables[0]), *iterables[1:])
         return super().map(*iterables, **options)
+
+    def update(
+        self, *, slo_ms: float | EllipsisType | None = ..., max_batch_size: int | None = None
+    ) -> None:
+        """As for a Batcher; the objective is that of all models."""
+        super().update(slo_ms=slo_ms, max_batch_size=max_batch_size)
+        if not isinstance(slo_ms, EllipsisType):
+            self._slos_ns = {}
 
     def preemption_stats(self) -> PreemptionStats:
         """How often batches were given up, and what it cost; :meth:`stats` has all else."""
