@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.batching.waiting import (
@@ -130,6 +131,18 @@ def test_time_is_kept_when_its_keeper_is_answered_and_gone() -> None:
             time.sleep(0.01)
         join(*callers)
         assert len(results) == 6
+
+
+def test_time_is_kept_when_its_keepers_batch_is_run_by_another_caller() -> None:
+    with Batcher(
+        lambda rows: rows, max_batch_size=2, policy=functools.partial(Window, wait_ms=500)
+    ) as batcher:
+        keeper = start(lambda: batcher(np.ones(1)))
+        wait_until(lambda: batcher.stats().queued == 1)
+        other = batcher.submit(np.ones(2))
+        batcher(np.ones(1))
+        join(keeper)
+        assert other.result(LONG_S).shape == (2,)
 
 
 def test_a_worker_that_runs_a_batch_keeps_no_time() -> None:
