@@ -443,17 +443,19 @@ def test_a_loop_that_is_interrupted_hands_the_other_answers_out_when_it_goes_on(
     loop.close()
 
 
-def test_answers_after_an_interrupt_on_their_way_to_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    options: Any = types.SimpleNamespace(
-        clock_ns=time.monotonic_ns, learning=types.SimpleNamespace(delivered=lambda taken_ns: None)
-    )
+OPTIONS: Any = types.SimpleNamespace(
+    clock_ns=time.monotonic_ns, learning=types.SimpleNamespace(delivered=lambda taken_ns: None)
+)
+"""Of a mailbox."""
 
+
+def test_answers_after_an_interrupt_on_their_way_to_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(function: Any) -> None:
         raise KeyboardInterrupt
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        mailbox = Mailbox(loop, options)
+        mailbox = Mailbox(loop, OPTIONS)
         futures = [loop.create_future() for _ in range(2)]
         replies = [AwaitedReply(future, mailbox) for future in futures]
         with monkeypatch.context() as patch:
@@ -465,6 +467,18 @@ def test_answers_after_an_interrupt_on_their_way_to_a_loop(monkeypatch: pytest.M
         assert await asyncio.gather(*futures) == [1, 2]
 
     run(main())
+
+
+def test_a_mailbox_keeps_nothing_for_a_closed_loop() -> None:
+    loop = asyncio.new_event_loop()
+    loop.close()
+    mailbox = Mailbox(loop, OPTIONS)
+    for _ in range(2):
+        letter = asyncio.Event()
+        mailbox.send(asyncio.Event.set, letter)
+        reference = weakref.ref(letter)
+        del letter
+        assert reference() is None
 
 
 def test_closing_on_the_loop_where_nothing_is_open() -> None:
