@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -128,6 +130,34 @@ def test_a_device_is_waited_for_without_exit_points_too() -> None:
     points = ExitPoints(lambda: False, lane, lambda: 0)
     results = functions([fail_at_13], lanes=[lane]).run_staged(entries(1, 13), 0, points)
     assert lane.log[1:] == [("finish", results)]
+
+
+class Entering(CpuLane):
+    """Knows whether it is entered."""
+
+    is_entered = False
+
+    @contextlib.contextmanager
+    def enter(self) -> Iterator[None]:
+        self.is_entered = True
+        try:
+            yield
+        finally:
+            self.is_entered = False
+
+
+def test_stages_run_nowhere_but_on_their_lane() -> None:
+    """On another stream of a GPU nobody would wait for them."""
+    lane, entered = Entering(), []
+
+    def stage(values: list[int]) -> list[int]:
+        entered.append(lane.is_entered)
+        return fail_at_13(values)
+
+    staged = functions([stage], lanes=[lane])
+    staged.run(entries(1))
+    staged.run_staged(entries(1, 13), 0, ExitPoints(lambda: False, lane, lambda: 0))
+    assert entered == [True] * 4  # alone, both, and each half
 
 
 def test_a_model_in_one_stage_is_never_given_up() -> None:
