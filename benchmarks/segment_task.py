@@ -44,13 +44,14 @@ def _read(filled: _Filled, size_bytes: int) -> dict[str, float]:
 
     import numpy as np
 
-    from trims_shim.memory.mapping import map_private
+    from trims_shim.memory.mapping import map_private, reserve
 
     start = time.perf_counter()
     if filled.memory is not None:
         pages = np.frombuffer(filled.memory, dtype=np.uint8)
     else:
-        address = map_private(filled.descriptor, size_bytes)
+        address = reserve(size_bytes)
+        map_private(address, filled.descriptor, size_bytes)
         buffer = (ctypes.c_char * size_bytes).from_address(address)
         pages = np.frombuffer(memoryview(buffer), dtype=np.uint8)
     mapped = time.perf_counter()

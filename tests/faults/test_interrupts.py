@@ -40,6 +40,11 @@ def held():
         except FileNotFoundError: pass  # that of the listing
     return [each for each in links if 'segment' in each]
 
+def mapped():
+    "Mappings of segments."
+    with open('/proc/self/maps') as file:
+        return [line.split()[0] for line in file if 'segment' in line]
+
 def interrupt_everywhere(path):
     descriptor = os.open(path, os.O_RDONLY)
     for turn in itertools.count():
@@ -50,10 +55,13 @@ def interrupt_everywhere(path):
 """
 
 
-def test_no_descriptor_is_lost_by_an_interrupt(running: World) -> None:
-    said = running.run(
-        INTERRUPTING + f"turns = interrupt_everywhere({running.file()!r})\nsay([turns, held()])\n"
+def test_no_memory_is_lost_by_an_interrupt(running: World) -> None:
+    turns, descriptors, mappings = running.run(
+        INTERRUPTING
+        + f"turns = interrupt_everywhere({running.file()!r})\n"
+        + "say([turns, held(), mapped()])\n"
     )
-    assert said[0] > 100
-    assert said[1] == []
+    assert turns > 100
+    assert descriptors == []
+    assert mappings == []
     running.assert_account()

@@ -11,7 +11,14 @@ import pytest
 
 from trims_shim.errors import MemoryFailure
 from trims_shim.memory import mapping
-from trims_shim.memory.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, map_private, round_up, unmap
+from trims_shim.memory.mapping import (
+    HUGE_PAGE_BYTES,
+    PAGE_BYTES,
+    map_private,
+    reserve,
+    round_up,
+    unmap,
+)
 
 pytestmark = pytest.mark.usefixtures("no_leak")
 
@@ -25,6 +32,16 @@ def segment(no_leak: None) -> Iterator[int]:
     os.ftruncate(descriptor, SIZE)
     yield descriptor
     os.close(descriptor)
+
+
+def mapped(descriptor: int, size_bytes: int = SIZE) -> int:
+    address = reserve(size_bytes)
+    try:
+        map_private(address, descriptor, size_bytes)
+    except MemoryFailure:
+        unmap(address, size_bytes)
+        raise
+    return address
 
 
 def at(address: int) -> ctypes.Array[ctypes.c_char]:
@@ -45,7 +62,7 @@ def test_round_up(size: int, unit: int, expected: int) -> None:
 
 
 def test_mappings_are_aligned_for_huge_pages(segment: int) -> None:
-    addresses = [map_private(segment, SIZE) for _ in range(20)]
+    addresses = [mapped(segment) for _ in range(20)]
     assert all(address % HUGE_PAGE_BYTES == 0 for address in addresses)
     assert len(set(addresses)) == 20
     for address in addresses:
@@ -53,14 +70,14 @@ def test_mappings_are_aligned_for_huge_pages(segment: int) -> None:
 
 
 def test_the_bytes_are_those_of_the_segment(segment: int) -> None:
-    address = map_private(segment, SIZE)
+    address = mapped(segment)
     assert at(address).raw == os.pread(segment, SIZE, 0)
     unmap(address, SIZE)
 
 
 def test_writes_stay_private(segment: int) -> None:
     before = os.pread(segment, SIZE, 0)
-    first, second = map_private(segment, SIZE), map_private(segment, SIZE)
+    first, second = mapped(segment), mapped(segment)
     at(first)[5] = b"X"
     assert at(first)[5] == b"X"
     assert at(second).raw == before
@@ -71,7 +88,7 @@ def test_writes_stay_private(segment: int) -> None:
 
 def test_the_descriptor_may_be_closed_meanwhile(segment: int) -> None:
     copy = os.dup(segment)
-    address = map_private(copy, SIZE)
+    address = mapped(copy)
     os.close(copy)
     assert at(address)[1] == b"\x01"
     unmap(address, SIZE)
@@ -82,10 +99,10 @@ def test_unmapping_returns_the_address_space(
     monkeypatch: pytest.MonkeyPatch, beyond_bytes: int
 ) -> None:
     """Wherever a reservation begins, which depends on the kernel and on the mappings there are."""
-    reserve = mapping._reserve
+    reserve_some = mapping._reserve
 
     def reserve_beyond(length: int) -> tuple[int, int]:
-        base, reserved = reserve(length + HUGE_PAGE_BYTES)
+        base, reserved = reserve_some(length + HUGE_PAGE_BYTES)
         start = round_up(base, HUGE_PAGE_BYTES) + beyond_bytes
         end = start + length + HUGE_PAGE_BYTES
         unmap(base, start - base)
@@ -96,10 +113,10 @@ def test_unmapping_returns_the_address_space(
     descriptor = os.memfd_create("test")
     size = 64 << 20
     os.ftruncate(descriptor, size)
-    unmap(map_private(descriptor, size), size)
+    unmap(mapped(descriptor, size), size)
     before = virtual_bytes()
     for _ in range(2000):
-        unmap(map_private(descriptor, size), size)
+        unmap(mapped(descriptor, size), size)
     os.close(descriptor)
     # What the loop needs once, not two thousand times; the alignment's slack is returned as well.
     assert virtual_bytes() - before < 8 << 20
@@ -110,7 +127,7 @@ def test_a_refusal_leaves_nothing_mapped(segment: int) -> None:
     for descriptor, size in ((-1, SIZE), (segment, 1 << 47), (segment, 0)):
         for _ in range(100):
             with pytest.raises(MemoryFailure, match="mmap"):
-                map_private(descriptor, size)
+                mapped(descriptor, size)
     assert virtual_bytes() - before < 8 << 20
 
 

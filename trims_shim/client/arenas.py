@@ -23,7 +23,7 @@ from typing import NamedTuple
 from trims_shim.client.addresses import AddressIndex
 from trims_shim.client.descriptors import OwnDescriptor
 from trims_shim.errors import MemoryFailure
-from trims_shim.memory.mapping import map_private, unmap
+from trims_shim.memory.mapping import map_private, reserve, unmap
 
 __all__ = ["Arena", "Image", "Original", "find"]
 
@@ -121,11 +121,13 @@ class Arena:
     def __init__(self, image: Image) -> None:
         self.image = image
         self.size_bytes = image.size_bytes
-        self.address = map_private(image.descriptor, image.size_bytes)
+        self.address = reserve(image.size_bytes)
         self.buffer = (ctypes.c_char * self.size_bytes).from_address(self.address)
-        # Before the index, which an interrupt would leave with an entry that nothing removes.
+        # Before the image is mapped and indexed: an interrupt would leave its memory, or an entry,
+        # that nothing removes. It may leave addresses.
         finalizer = weakref.finalize(self.buffer, _release_mapping, self.address, image)
         finalizer.atexit = False
+        map_private(self.address, image.descriptor, image.size_bytes)
         is_alive = weakref.ref(self.buffer)
         _index.add(self.address, self.size_bytes, lambda: None if is_alive() is None else image)
 

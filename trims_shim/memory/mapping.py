@@ -19,6 +19,7 @@ __all__ = [
     "PAGE_BYTES",
     "are_addresses_limited",
     "map_private",
+    "reserve",
     "round_up",
     "unmap",
 ]
@@ -55,35 +56,38 @@ def are_addresses_limited() -> bool:
     return any(resource.getrlimit(each)[0] != resource.RLIM_INFINITY for each in limits)
 
 
-def map_private(descriptor: int, size_bytes: int) -> int:
-    """Map a whole segment privately and writable; return the address.
+def reserve(size_bytes: int) -> int:
+    """Reserve addresses for :func:`map_private`, aligned for huge pages; return the first.
 
-    The descriptor may be closed afterwards. Raises MemoryFailure where the kernel refuses (address
-    space, map count, seals).
+    They take no memory. Raises MemoryFailure where the kernel refuses (address space).
     """
     length = round_up(size_bytes, PAGE_BYTES)
     base, reserved = _reserve(length)
     address = round_up(base, HUGE_PAGE_BYTES)
     end = address + length
-    try:
-        _mmap_call(
-            address,
-            length,
-            _mmap.PROT_READ | _mmap.PROT_WRITE,
-            _mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE,
-            descriptor,
-        )
-    except MemoryFailure:
-        _libc.munmap(base, reserved)
-        raise
     # The ends of the reservation; the kernel refuses an empty one.
     _libc.munmap(base, address - base)
     _libc.munmap(end, base + reserved - end)
     return address
 
 
+def map_private(address: int, descriptor: int, size_bytes: int) -> None:
+    """Map a whole segment privately and writable, at reserved addresses, which stay the caller's.
+
+    The descriptor may be closed afterwards. Raises MemoryFailure where the kernel refuses (map
+    count, seals).
+    """
+    _mmap_call(
+        address,
+        round_up(size_bytes, PAGE_BYTES),
+        _mmap.PROT_READ | _mmap.PROT_WRITE,
+        _mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE,
+        descriptor,
+    )
+
+
 def unmap(address: int, size_bytes: int) -> None:
-    """Remove a mapping made by :func:`map_private`. Takes no lock; safe in a finalizer."""
+    """Give up reserved addresses, and what is mapped there. Takes no lock; safe in a finalizer."""
     _libc.munmap(address, round_up(size_bytes, PAGE_BYTES))
 
 
