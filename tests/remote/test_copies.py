@@ -391,20 +391,24 @@ def test_a_copy_is_on_the_disk_before_it_has_its_name(
 def test_what_was_nearly_published_can_be_resumed(
     copies: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its files can be written to, also by others than root."""
+    """Its files can be written to, also by others than root; with its name, never."""
     partial = copies.claim("k-1")
     assert partial is not None
     file = Path(partial.path) / "x.pt"
     file.write_bytes(b"half")
 
     def end(*_: object) -> None:
+        assert file.stat().st_mode & 0o777 == 0o400
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "rename", end)
     with pytest.raises(KeyboardInterrupt):
         copies.publish(partial, "k-1")
-    assert file.stat().st_mode & 0o200
-    partial.discard()
+    partial.release()
+    again = copies.claim("k-1")
+    assert again is not None
+    assert file.stat().st_mode & 0o777 == 0o600
+    again.discard()
 
 
 def test_a_damaged_copy_is_replaced(copies: Copies, home: Path) -> None:

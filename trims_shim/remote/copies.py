@@ -159,7 +159,10 @@ class Copies:
         is_claimed = False
         try:
             fcntl.flock(descriptor.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_claimed = _is_at(descriptor, path)
+            if _is_at(descriptor, path):
+                # Who left it may have ended just before it got its name.
+                _set_modes(path, 0o600)
+                is_claimed = True
         except BlockingIOError:
             pass
         finally:
@@ -170,6 +173,7 @@ class Copies:
     def publish(self, partial: Partial, name: str) -> str:
         """Give a complete download its name; its directory then. Raises OSError, RemoteError."""
         path = os.path.join(self.directory, name)
+        _set_modes(partial.path, 0o400)  # Not after: whenever this ends, a copy is read-only.
         _sync_all(partial.path)
         try:
             os.rename(partial.path, path)
@@ -179,8 +183,6 @@ class Copies:
             self._remove(path)  # What is there is damaged.
             os.rename(partial.path, path)
         _sync(self.directory)
-        for file in _files(path):
-            os.chmod(file, 0o400)  # Not before: what is resumed is written to.
         os.utime(path, follow_symlinks=False)
         fcntl.flock(partial.descriptor.number, fcntl.LOCK_SH)
         # The kernel gives the exclusive lock up first: the copy can go in between.
@@ -323,6 +325,12 @@ def _sizes(path: str) -> Iterator[int]:
     for file in _files(path):
         with contextlib.suppress(FileNotFoundError):
             yield os.lstat(file).st_size
+
+
+def _set_modes(path: str, mode: int) -> None:
+    for file in _files(path):
+        if not os.path.islink(file):
+            os.chmod(file, mode)
 
 
 def _sync_all(path: str) -> None:
