@@ -10,6 +10,7 @@ import pytest
 
 from trims_shim import config
 from trims_shim.remote import copies, downloading, fetching
+from trims_shim.remote import web as web_module
 
 from .web_server import WebServer, serving
 
@@ -39,6 +40,7 @@ def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callab
     use()
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(downloading, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(web_module, "_PAUSES_S", (0.001,))
     monkeypatch.setattr(fetching, "_POLL_S", 0.01)
     yield use
     forget()

@@ -9,8 +9,10 @@ import os
 import signal
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
+from email.utils import formatdate
 from http.client import HTTPMessage
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,31 @@ def test_a_server_that_says_nothing_more_is_given_up(
             read(url)
     finally:
         gate.set()
+
+
+def test_a_busy_server_is_asked_again_when_it_says(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    now_s = 1_767_225_600.0
+    monkeypatch.setattr(time, "time", lambda: now_s)
+    busy = [None, "7", formatdate(now_s + 9, usegmt=True)]
+    assert read(web.put("vit.pt", CONTENT, busy=list(busy))) == CONTENT
+    assert pauses == [0.5, 7.0, 9.0]
+    pauses.clear()
+    assert read(web.put("vit.pt", CONTENT, busy=["0", "soon", formatdate(0)])) == CONTENT
+    assert pauses == [0.5, 1.0, 2.0], "what says nothing, or is over"
+
+
+@pytest.mark.parametrize("busy", [["3600"], ["9" * 400], ["0"] * 4])
+def test_a_server_that_stays_busy_is_given_up(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch, busy: list[str | None]
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda pause_s: None)
+    with pytest.raises(RemoteUnreachable, match="429 Too Many Requests"):
+        looked(web.put("vit.pt", CONTENT, busy=busy))
+    assert not busy
 
 
 @pytest.mark.parametrize("where", ["socket.create_connection", "http.client.HTTPResponse.read"])

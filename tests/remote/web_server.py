@@ -23,11 +23,13 @@ class Served:
     ``cut_bytes``: the connection ends after so many bytes of a body, ``cuts`` times. ``length``:
     what Content-Length says instead of the truth. ``rate``: bytes a second for each connection.
     ``gate``: bodies wait for it. ``tag``: None for the content's hash. ``date``: Last-Modified.
-    ``shift``: bodies begin so much later than they should. ``password``: of the header.
+    ``shift``: bodies begin so much later than they should. ``password``: of the header. ``busy``:
+    the Retry-After (None for none) of as many answers before those of ``status``.
     """
 
     content: bytes = b""
     status: int = 200
+    busy: list[str | None] = field(default_factory=list)
     has_ranges: bool = True
     tag: str | None = None
     date: str = ""
@@ -85,7 +87,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path).lstrip("/")
         served = self.world.files.get(path, Served(status=404))
-        if served.status != 200:
+        if served.busy:
+            after = served.busy.pop(0)
+            later = {} if after is None else {"Retry-After": after}
+            self._begin(429, {"Content-Length": "0", **later})
+        elif served.status != 200:
             location = {"Location": served.location} if served.location else {}
             self._begin(served.status, {"Content-Length": str(served.length or 0), **location})
         elif served.password and self.headers.get("Authorization") != served.password:

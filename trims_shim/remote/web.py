@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import email.utils
 import errno
 import functools
+import math
 import netrc
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -36,6 +39,10 @@ _PATIENCE_S = 30.0
 _CHUNK_BYTES = 1 << 20
 _PAGE_LIMIT_BYTES = 4 << 20
 _FOLDER_LIMIT = 2000
+_BUSY = (429, 503)
+"""The server may answer later; it can say when."""
+_PAUSES_S = (0.5, 1.0, 2.0)
+"""Where it does not say."""
 _GONE = (404, 410)
 _REFUSED = (401, 403, 407)
 _EMPTY = 416
@@ -232,14 +239,8 @@ class _Links(HTMLParser):
 @contextlib.contextmanager
 def _answer(url: str, headers: dict[str, str]) -> Iterator[_Response]:
     """The answer to a GET. Raises OSError (not there, not allowed), RemoteUnreachable."""
-    # Of a command line in another encoding, as of files' names, the bytes are what was meant.
-    whole = quote(url, safe="%/:=&?~#+!$,;'@()*[]", errors="surrogateescape")
-    request = urllib.request.Request(whole, headers=headers)
-    request.add_header("User-Agent", f"trims_shim/{__version__}")
-    if password := _password(url):
-        request.add_unredirected_header("Authorization", password)
     try:
-        with _opened(request) as response:
+        with _opened(url, headers) as response:
             if isinstance(response, HTTPResponse) and response.status not in _ANSWERS:
                 raise RemoteUnreachable(f"{shown(url)}: the server says {_said(response.status)}")
             _check_encoding(response, url)
@@ -265,15 +266,42 @@ def _check_encoding(response: _Response, url: str) -> None:
         )
 
 
-def _opened(request: urllib.request.Request) -> _Response:
-    try:
-        response: HTTPResponse = _opener().open(request, timeout=_PATIENCE_S)
-        return response
-    except urllib.error.HTTPError as error:
-        if error.code == _EMPTY:
-            return error
-        error.close()
-        raise
+def _opened(url: str, headers: dict[str, str]) -> _Response:
+    """The answer, if need be a later one of a server that is busy."""
+    pauses_s = iter(_PAUSES_S)
+    while True:
+        try:
+            # A new one each time: urllib writes the proxy into it.
+            response: HTTPResponse = _opener().open(_request(url, headers), timeout=_PATIENCE_S)
+            return response
+        except urllib.error.HTTPError as error:
+            if error.code == _EMPTY:
+                return error
+            error.close()
+            wait_s = max(next(pauses_s, math.inf), _retry_after_s(error.headers))
+            if error.code not in _BUSY or wait_s > _PATIENCE_S:
+                raise
+        time.sleep(wait_s)
+
+
+def _request(url: str, headers: dict[str, str]) -> urllib.request.Request:
+    # Of a command line in another encoding, as of files' names, the bytes are what was meant.
+    whole = quote(url, safe="%/:=&?~#+!$,;'@()*[]", errors="surrogateescape")
+    request = urllib.request.Request(whole, headers=headers)
+    request.add_header("User-Agent", f"trims_shim/{__version__}")
+    if password := _password(url):
+        request.add_unredirected_header("Authorization", password)
+    return request
+
+
+def _retry_after_s(headers: HTTPMessage) -> float:
+    """In how many seconds the server wants to be asked again (RFC 9110, 10.2.3); 0 if unknown."""
+    text = headers.get("Retry-After", "")
+    if text.isdecimal():
+        return float(text)
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        return email.utils.parsedate_to_datetime(text).timestamp() - time.time()
+    return 0.0
 
 
 def _said(status: int) -> str:
