@@ -200,12 +200,15 @@ class TestConversation:
         assert fakes.run(code) == PrepareReply("file_changed", is_lasting=False)
         assert fakes.hashed == []
 
-    def test_what_decide_raises(self, fakes: Fakes) -> None:
+    @pytest.mark.parametrize("kind", [KeyError, FileNotFoundError, TimeoutError])
+    def test_what_decide_raises(self, fakes: Fakes, kind: type[Exception]) -> None:
+        """It is not taken for what the preparer has done."""
+
         def decide(hashed: SourceHashed) -> bool:
-            raise KeyError("decided")
+            raise kind("decided")
 
         order = fakes.order("say(hashed); hear(); time.sleep(600)")
-        with pytest.raises(KeyError, match="decided"):
+        with pytest.raises(kind, match="decided"):
             fakes.preparer().run(order, decide)
         os.close(order.request.source)
 

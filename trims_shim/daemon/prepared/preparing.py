@@ -149,24 +149,27 @@ class Preparer:
         child: subprocess.Popen[bytes],
         deadline_s: float,
     ) -> PrepareReply | None:
-        try:
-            frames.send(connection, order.request, deadline_s=deadline_s)
-            message = frames.receive(connection, deadline_s=deadline_s)
-            if isinstance(message, SourceHashed):
-                _check_hashed(message)
-                if not decide(message):
-                    return None
-                _limit_files(child.pid, order.request.directory)  # Room may have been made for it.
-                frames.send(connection, duties.ContentWanted(), deadline_s=deadline_s)
-                message = frames.receive(connection, deadline_s=deadline_s)
-        except TimeoutError:
-            return _failed("preparer_stalled", f"it took more than {self.timeout_s:g} s")
-        except WireError as error:
-            return _failed("preparer_confused", str(error))
-        except OSError:  # It is gone.
-            message = None
-        if message is None:
-            return self._death(order, child)
+        def ask(message: object) -> object:
+            """Its answer to a message; if there is none, a reply that says why."""
+            try:
+                frames.send(connection, message, deadline_s=deadline_s)
+                answer = frames.receive(connection, deadline_s=deadline_s)
+                if isinstance(answer, SourceHashed):
+                    _check_hashed(answer)
+            except TimeoutError:
+                return _failed("preparer_stalled", f"it took more than {self.timeout_s:g} s")
+            except WireError as error:
+                return _failed("preparer_confused", str(error))
+            except OSError:  # It is gone.
+                answer = None
+            return self._death(order, child) if answer is None else answer
+
+        message = ask(order.request)
+        if isinstance(message, SourceHashed):
+            if not decide(message):
+                return None
+            _limit_files(child.pid, order.request.directory)  # Room may have been made for it.
+            message = ask(duties.ContentWanted())
         return _checked_reply(message, order.request.directory)
 
     def _death(self, order: Order, child: subprocess.Popen[bytes]) -> PrepareReply:
