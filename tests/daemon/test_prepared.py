@@ -466,6 +466,12 @@ class TestBytes:
         assert world.outcome(digest=digest_of(self.DATA)) == "unknown"
         world.hit(digest=digest_of(b"other bytes"))
 
+    def test_a_file_is_what_it_holds_whatever_the_digest(self, world: World, model: Path) -> None:
+        world.make(data=self.DATA, digest=digest_of(self.DATA))
+        world.make(model, digest=digest_of(self.DATA))
+        reply = world.hit(model, digest=digest_of(self.DATA))
+        assert Path(reply.model).read_bytes() == b"prepared " + model.read_bytes()
+
     def test_only_some_memory_may_wait(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prepared_module, "available_bytes", lambda: 4 * 5000)
         world.preparer.gate.clear()
