@@ -226,14 +226,13 @@ class Jobs:
         # for what is known to be in vain.
         self._check_unchanged(job)
         self._check_memory(job.identity.size_bytes)
-        job.young = ()
         started_ns, begun_ns = time.time_ns(), time.monotonic_ns()
         directory = self._files.make()
         try:
             reply = self._preparer.run(
                 _order(job, directory), lambda hashed: self._decide(job, hashed, started_ns)
             )
-            if reply is None or job.failure is not None:
+            if reply is None:
                 return None
             if reply.reason:
                 job.failure = Failure(reply.reason, reply.message, reply.is_lasting)
