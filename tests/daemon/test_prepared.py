@@ -858,6 +858,14 @@ class TestRefusals:
         assert world.outcome(model) == "refused corrupt"
         assert world.files() == []
 
+    def test_what_the_preparer_did_not_say(
+        self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(world.preparer, "run", lambda order, decide: PrepareReply())
+        world.make(model)
+        assert world.outcome(model) == "refused preparer_confused"
+        assert world.files() == []
+
     def test_a_bug_in_the_thread_is_a_refusal(
         self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
