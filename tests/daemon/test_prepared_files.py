@@ -151,6 +151,37 @@ class TestPublication:
         assert (entry.key, entry.size_bytes, entry.runtime) == (A, 35, "1.31.1")
         files.close()
 
+    def test_the_name_is_given_to_what_is_on_the_disk(
+        self, files: PreparedFiles, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """After a loss of power, stamps may be right where bytes were never written."""
+        done: list[str] = []
+        sync, rename = os.fsync, os.rename
+
+        def synced(descriptor: int) -> None:
+            done.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+            sync(descriptor)
+
+        def renamed(source: str, target: str) -> None:
+            done.append("rename")
+            rename(source, target)
+
+        making = files.make()
+        for name in ("model.onnx", "weights.bin"):
+            Path(making, name).write_bytes(b"bytes")
+        monkeypatch.setattr(os, "fsync", synced)
+        monkeypatch.setattr(os, "rename", renamed)
+        files.publish(making, manifest())
+        within = ["model.onnx", "weights.bin", "entry.json"]
+        assert done == [*within, os.path.basename(making), "rename", "prepared"]
+
+    def test_what_is_damaged_as_soon_as_it_has_its_name(
+        self, files: PreparedFiles, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(files, "load", lambda key: None)
+        with pytest.raises(CorruptFile, match="just after it was published"):
+            publish(files)
+
     def test_a_model_without_weights(self, files: PreparedFiles) -> None:
         published = publish(files, weights=None)
         assert published.weights == ""
