@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import pytest
 from harness import PATIENCE_S, wait_until
-from prepared_models import RECIPE, FakePreparer, digest_of
+from prepared_models import RECIPE, FakePreparer, digest_of, identity_of
 
 from trims_shim.config import ShareOrSize
 from trims_shim.daemon import clock, workers
@@ -581,6 +581,8 @@ class TestExternalFiles:
         world.make(model)
         assert world.preparer.verdicts == [False]
         assert world.outcome(model) == "refused unsettled_file"
+        learned = world.prepared._store.recall(identity_of(model), str(model.parent))
+        assert learned is None, "its digest may be of what it held before"
 
     def test_a_young_one_is_waited_for(
         self, world: World, model: Path, external: Path, monkeypatch: pytest.MonkeyPatch
@@ -1036,6 +1038,17 @@ class TestRestart:
         assert again.preparer.orders == []
         assert again.row().names == (str(model),)
 
+    def test_what_was_made_for_another_processor_is_not_served(
+        self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        world = make_world()
+        world.make(model)
+        world.prepared.close()
+        monkeypatch.setattr(prepared_module, "cpu_identity", lambda: "another")
+        again = make_world()
+        again.make(model)
+        assert again.preparer.verdicts == [True]
+
     def test_what_was_learned_later_is_known_too(
         self, make_world: Callable[..., World], model: Path
     ) -> None:
@@ -1178,6 +1191,8 @@ class TestEviction:
         assert world.files() == [first.key]
         with pytest.raises(UnknownImage):
             world.prepared.evict(Request(world.session, 1, b"client"), _evict("/nothing"))
+        world.make(paths[2])
+        assert world.counters["prepared_damaged"] == 0, "it was meant to go"
 
     def test_it_is_not_for_others(self, world: World) -> None:
         other = world.join(uid=os.geteuid() + 1)

@@ -132,6 +132,7 @@ class TestOpening:
         assert ask(2, key=B) == Unknown()
         store.close_session(1, 2)
         assert [ask(2), ask(3)] == [Unknown(), Wait()]
+        assert ask(3, key=B) == Wait(), "it is another one's to offer"
         assert ask(3, 59 * SECOND) == Wait()
         assert ask(3, 61 * SECOND) == Unknown(), "the other one took too long"
         assert ask(2, 60 * SECOND) == Unknown(), "the clock was set back"
