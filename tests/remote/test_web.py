@@ -419,6 +419,19 @@ def test_a_folder_whose_url_is_unlike_its_links(path: str, web: WebServer) -> No
     assert names == ["bert/a.bin", "bert/below/b.bin"]
 
 
+@pytest.mark.parametrize("folder", ["~me/(my models)/", "%7Eme/%28my%20models%29/"])
+def test_links_may_be_escaped_otherwise_than_the_url_of_their_folder(
+    folder: str, web: WebServer
+) -> None:
+    """Absolute links, as Tomcat's and IIS' are; beside the first, which is the same file."""
+    links = ("/~me/%28my%20models%29/a.bin", "/%7eme/(my%20models)/a.bin", "caf%e9.bin")
+    web.put("~me/(my models)/", "".join(f'<a href="{link}">x</a>' for link in links).encode())
+    web.put("~me/(my models)/a.bin", CONTENT)
+    web.put("~me/(my models)/caf\ufffd.bin", CONTENT)
+    names = [file.name for file in WebFiles(web.url(folder)).list().files]
+    assert names == ["(my models)/a.bin", "(my models)/caf\udce9.bin"]
+
+
 def test_files_of_a_folder_are_looked_at_together(
     web: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

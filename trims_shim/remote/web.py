@@ -73,9 +73,9 @@ class WebFiles:
         name = name_of(self._url)
         if not urlsplit(self._url).path.endswith("/"):
             return Listing((self._look(self._url, name),))
-        folder = _target(self._url, ".")  # As links to its files begin: no "//", "..", "HTTP:".
+        folder = _meant(_target(self._url, "."))  # As links begin: no "//", "..", "HTTP:".
         looks = (
-            functools.partial(self._look, place, f"{name}/{unquote(place.removeprefix(folder))}")
+            functools.partial(self._look, place, f"{name}/{_meant(place).removeprefix(folder)}")
             for place in self._below(folder)
         )
         files = [look.result() for look in in_order(looks)]
@@ -117,7 +117,7 @@ class WebFiles:
             return RemoteFile(name, url, size_bytes, token, has_ranges and is_known)
 
     def _below(self, folder: str) -> Iterator[str]:
-        """The URLs below a folder that its pages link to."""
+        """The URLs that its pages link to below a folder, which is given as it is meant."""
         pages = [self._url]
         seen = {folder}
         for page in pages:
@@ -132,9 +132,10 @@ class WebFiles:
                 links.feed(text.decode(errors="replace"))
             for target in dict.fromkeys(_target(page, link) for link in links.found):
                 # A query sorts the page; others lead up, or away.
-                if not target.startswith(folder) or {"?", "#"} & set(target) or target in seen:
+                place = _meant(target)
+                if not place.startswith(folder) or {"?", "#"} & set(target) or place in seen:
                     continue
-                seen.add(target)
+                seen.add(place)
                 if len(seen) > _FOLDER_LIMIT:
                     raise RemoteError(f"{shown(folder)} has more than {_FOLDER_LIMIT} files")
                 if target.endswith("/"):
@@ -148,6 +149,11 @@ def _target(page: str, link: str) -> str:
     with contextlib.suppress(ValueError):
         return urljoin(page, link)
     return ""
+
+
+def _meant(url: str) -> str:
+    """However it is escaped: servers escape ``~`` and brackets in links, or do not."""
+    return unquote(url, errors="surrogateescape")
 
 
 def _is_page_of_folder(response: _Response, url: str) -> bool:
