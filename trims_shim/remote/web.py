@@ -21,6 +21,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from email.message import Message
 from html.parser import HTMLParser
 from http.client import HTTPException, HTTPMessage, HTTPResponse, responses
 from typing import IO, TypeAlias
@@ -300,7 +301,7 @@ def _request(url: str, headers: dict[str, str]) -> urllib.request.Request:
     return request
 
 
-def _retry_after_s(headers: HTTPMessage) -> float:
+def _retry_after_s(headers: Message) -> float:
     """In how many seconds the server wants to be asked again (RFC 9110, 10.2.3); 0 if unknown."""
     text = headers.get("Retry-After", "")
     if text.isdecimal():
