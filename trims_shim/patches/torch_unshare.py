@@ -19,8 +19,9 @@ usual writers. For tensors elsewhere, each seam costs one lookup in an empty ind
 - ``torch.multiprocessing`` sends a tensor: memory that is not torch's cannot be sent, a copy can;
 - peft writes to base weights and adapters (:mod:`.peft_merge`, :mod:`.peft_hotswap`,
   :mod:`.peft_adapters`), loralib to base weights (:mod:`.loralib_merge`), RWKV and
-  Shap-E to their own (:mod:`.transformers_rwkv`, :mod:`.diffusers_shap_e`), diffusers' averages
-  to a model (:mod:`.diffusers_average`), its textual inversion to embeddings
+  Shap-E to their own (:mod:`.transformers_rwkv`, :mod:`.diffusers_shap_e`), averages of
+  diffusers and torch-ema to a model (:mod:`.diffusers_average`, :mod:`.torch_ema_average`),
+  diffusers' textual inversion to embeddings
   (:mod:`.diffusers_inversion`).
 
 Every parameter, view, alias and ``.data`` over the same storage becomes private with it
