@@ -62,6 +62,7 @@ PATCH_FILES = (
     ("torch_ema_average", _BOTH, ("torch_ema.ema",), True),
     ("ema_pytorch_average", _BOTH, ("ema_pytorch.ema_pytorch",), True),
     ("torch_ema_average", _BOTH, ("torch_ema.ema",), True),
+    ("ema_pytorch_average", _BOTH, ("ema_pytorch.ema_pytorch",), True),
     ("diffusers_inversion", _BOTH, ("diffusers.loaders.textual_inversion",), True),
     ("accelerate_buffers", _BOTH, ("accelerate.utils.modeling",), True),
     ("onnxruntime_options", _ONNXRUNTIME, _SESSIONS, False),

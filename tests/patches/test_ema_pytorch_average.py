@@ -1,0 +1,79 @@
+"""Averages of ema-pytorch whose parameters, or those of their model, are shared. With the real
+library where it is installed; the stand-in writes as ema-pytorch 0.8 does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import devices as emulation
+import pytest
+import torch
+from devices import shared
+from torch import nn
+
+from trims_shim.patches import ema_pytorch_average, torch_load, torch_module
+
+SIDE = 256
+
+
+def _lerp(target: nn.Module, source: nn.Module, weight: float) -> None:
+    for ours, theirs in zip(target.parameters(), source.parameters(), strict=True):
+        ours.data.lerp_(theirs.data, weight)
+
+
+class EMA(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.ema_model = model, copy.deepcopy(model)
+
+    def update_moving_average(
+        self, ma_model: nn.Module, current_model: nn.Module, current_decay: float = 0.0
+    ) -> None:
+        _lerp(ma_model, current_model, 1.0 - current_decay)
+
+    def copy_params_from_model_to_ema(self) -> None:
+        _lerp(self.ema_model, self.model, 1.0)
+
+    def copy_params_from_ema_to_model(self) -> None:
+        _lerp(self.model, self.ema_model, 1.0)
+
+
+@pytest.fixture
+def average_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The class."""
+    module = emulation.library(monkeypatch, "ema_pytorch.ema_pytorch", EMA)
+    points = *torch_load.POINTS[:2], *torch_module.POINTS[:1], *ema_pytorch_average.POINTS
+    with emulation.emulated(monkeypatch, *points):
+        yield module.EMA
+
+
+def share(layer: nn.Linear, path: Path) -> None:
+    torch.save(nn.Linear(SIDE, SIDE).state_dict(), path)
+    layer.load_state_dict(torch.load(path, map_location="cuda"))
+    assert shared(layer.weight)
+
+
+def test_an_average_that_is_resumed(average_of: Any, tmp_path: Path) -> None:
+    average = average_of(nn.Linear(SIDE, SIDE))
+    share(average.ema_model, tmp_path / "average.pt")
+    expected = average.ema_model.weight.lerp(average.model.weight, 0.5)
+    average.update_moving_average(average.ema_model, average.model, current_decay=0.5)
+    assert torch.equal(average.ema_model.weight, expected)
+
+
+def test_an_average_that_begins_anew(average_of: Any, tmp_path: Path) -> None:
+    average = average_of(nn.Linear(SIDE, SIDE))
+    share(average.ema_model, tmp_path / "average.pt")
+    average.copy_params_from_model_to_ema()
+    assert torch.equal(average.ema_model.weight, average.model.weight)
+
+
+def test_averages_for_the_model(average_of: Any, tmp_path: Path) -> None:
+    average = average_of(nn.Linear(SIDE, SIDE))
+    share(average.model, tmp_path / "model.pt")
+    average.copy_params_from_ema_to_model()
+    assert torch.equal(average.model.weight, average.ema_model.weight)
+    assert not shared(average.model.weight)

@@ -1,0 +1,51 @@
+"""ema-pytorch: an average, or the model that gets it, becomes private before it is written.
+
+The average that a run is resumed with is a module of its own, often from a file of its own, and in
+no optimizer. Source: ema-pytorch 0.8, ``EMA`` in ema_pytorch/ema_pytorch.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from trims_shim.patches.points import PatchPoint
+from trims_shim.patches.torch_device import DevicePoint
+from trims_shim.patches.torch_unshare import unshare_module
+
+__all__ = ["POINTS"]
+
+
+def _wrap_update(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def update_moving_average(self: Any, ma_model: Any, *args: Any, **kwargs: Any) -> Any:
+        unshare_module(ma_model, "average")
+        return original(self, ma_model, *args, **kwargs)
+
+    return update_moving_average
+
+
+def _wrap_copy(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what wraps a method that copies into the module of this name."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def copy(self: Any) -> Any:
+            unshare_module(getattr(self, name), "average")
+            return original(self)
+
+        return copy
+
+    return wrap
+
+
+POINTS: tuple[PatchPoint, ...] = (
+    DevicePoint("ema_pytorch.ema_pytorch:EMA.update_moving_average", "0.8", _wrap_update),
+    DevicePoint(
+        "ema_pytorch.ema_pytorch:EMA.copy_params_from_model_to_ema", "0.8", _wrap_copy("ema_model")
+    ),
+    DevicePoint(
+        "ema_pytorch.ema_pytorch:EMA.copy_params_from_ema_to_model", "0.8", _wrap_copy("model")
+    ),
+)
