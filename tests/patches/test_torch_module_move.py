@@ -344,6 +344,28 @@ def test_embeddings_that_renormalise_are_copied(
     assert not shared(alone.to("cuda").weight)
 
 
+def test_what_a_module_that_writes_its_parameters_holds_is_copied(
+    devices: Devices, loaded: Callable[..., Any]
+) -> None:
+    """As a layer of peft that was merged: the base weight is a parameter of a module in it."""
+
+    class Merged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer = nn.Linear(SIDE, SIDE, bias=False)
+            self.merged_adapters = ["default"]
+
+        def unmerge(self) -> None:
+            self.base_layer.weight.data -= 1.0
+
+    for kind in (Merged, lambda: nn.Sequential(Merged())):
+        ours, theirs = loaded(kind)
+        ours.to("cuda")
+        for net in (ours, theirs):
+            next(each for each in net.modules() if isinstance(each, Merged)).unmerge()
+        assert_equal(ours, theirs)
+
+
 def test_overridden_apply_and_hooks(devices: Devices, loaded: Callable[..., Any]) -> None:
     calls = []
 

@@ -8,7 +8,8 @@ Ours gives ``_apply`` a function in place of ``fn``. For parameters that could b
 
 - names a CUDA device, no other dtype, no memory format, no forced copy;
 - is for a plain leaf parameter, contiguous, of at least 64 KiB, in no optimizer and without
-  gradient, not written by its module (:func:`torch_unshare.writes_own_parameters`);
+  gradient, not written by its module or one around it
+  (:func:`torch_unshare.writes_own_parameters`);
 - has an unwritten source: pristine pages of one host arena.
 
 Torch copies buffers, so they are private. Dtype conversions go torch's way.
@@ -187,6 +188,16 @@ class _Mover:
             return None
 
 
+class _Copier:
+    """The program's function, for a module that writes its parameters and for those in it."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+
+    def __call__(self, tensor: Any) -> Any:
+        return self._function(tensor)
+
+
 class _ToMode(TorchFunctionMode):
     """Answers the calls of ``to`` and ``cuda`` that the program's function makes on one tensor."""
 
@@ -241,10 +252,11 @@ def cuda_device(device: Any, *, is_default: bool = False) -> torch.device | None
 def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _apply(self: Any, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(fn, _Mover):
-            inner = fn.function if torch_unshare.writes_own_parameters(self) else fn
-            return original(self, inner, *args, **kwargs)
-        if not _may_apply(self):
+        if not isinstance(fn, (_Mover, _Copier)) and not _may_apply():
+            return original(self, fn, *args, **kwargs)
+        if torch_unshare.writes_own_parameters(self):
+            fn = _Copier(fn.function if isinstance(fn, _Mover) else fn)
+        if isinstance(fn, (_Mover, _Copier)):
             return original(self, fn, *args, **kwargs)
         with Sources() as sources:
             return original(self, _Mover(fn, sources), *args, **kwargs)
@@ -252,12 +264,8 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     return _apply
 
 
-def _may_apply(module: torch.nn.Module) -> bool:
-    return (
-        patches.active()
-        and not torch_unshare.writes_own_parameters(module)
-        and not torch_device.is_private()
-    )
+def _may_apply() -> bool:
+    return patches.active() and not torch_device.is_private()
 
 
 POINTS: tuple[PatchPoint, ...] = (
