@@ -4,7 +4,8 @@ A write to shared device memory is fatal to the writing process. Owns the seams 
 usual writers. For tensors elsewhere, each seam costs one lookup in an empty index, or nothing:
 
 - an optimizer gets a parameter (``add_param_group``, which every constructor calls), or its
-  state (``load_state_dict``, which keeps tensors that are on the device already);
+  state (``load_state_dict``, which keeps tensors that are on the device already), or updates it
+  from a copy on the host (:mod:`.torchao_offload`);
 - ``load_state_dict`` copies into a module (patched here only when :mod:`.torch_module` is not
   applied, which does the same), or with ``assign=True`` puts in tensors that the module will write;
 - ``torch.nn.init`` fills a tensor (:mod:`.torch_initializers`), or an initialiser of transformers
