@@ -52,6 +52,7 @@ PATCH_FILES = (
     ("peft_merge", _BOTH, _TUNERS, True),
     ("peft_adapters", _BOTH, _ADAPTERS, True),
     ("peft_hotswap", _BOTH, ("peft.utils.hotswap",), True),
+    ("lycoris_merge", _BOTH, ("lycoris.modules.base",), True),
     ("torchao_offload", _BOTH, ("torchao.optim.cpu_offload",), True),
     ("loralib_merge", _BOTH, ("loralib.layers",), True),
     ("transformers_initializers", _BOTH, ("transformers.initialization",), True),

@@ -19,7 +19,8 @@ usual writers. For tensors elsewhere, each seam costs one lookup in an empty ind
   (:mod:`.torch_checkpoint`);
 - ``torch.multiprocessing`` sends a tensor: memory that is not torch's cannot be sent, a copy can;
 - peft writes to base weights and adapters (:mod:`.peft_merge`, :mod:`.peft_hotswap`,
-  :mod:`.peft_adapters`), loralib to base weights (:mod:`.loralib_merge`), RWKV and
+  :mod:`.peft_adapters`), loralib and lycoris to base weights (:mod:`.loralib_merge`,
+  :mod:`.lycoris_merge`), RWKV and
   Shap-E to their own (:mod:`.transformers_rwkv`, :mod:`.diffusers_shap_e`), averages of
   diffusers and torch-ema to a model (:mod:`.diffusers_average`, :mod:`.torch_ema_average`),
   diffusers' textual inversion to embeddings
