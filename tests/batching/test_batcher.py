@@ -887,13 +887,19 @@ def submitted(batcher: Batcher, item: Any) -> Any:
 
 
 def awaited(batcher: Batcher, item: Any) -> Any:
+    """Past the task of ``asyncio.run``, which leaves to the collector the error it ends with."""
+    errors: list[TrackedError] = []
+
     async def main() -> Any:
         try:
             return await batcher.aio(item)
         except TrackedError as error:
-            return error  # asyncio.run leaves what it raises to the collector
+            errors.append(error)
 
-    return asyncio.run(main())
+    answer = asyncio.run(main())
+    if errors:
+        raise errors.pop()
+    return answer
 
 
 def streamed(batcher: Batcher, item: Any) -> Any:
