@@ -11,7 +11,6 @@ length). A model that is moved to another device has to be traced there.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import reprlib
 import time
 import warnings
@@ -75,11 +74,9 @@ class TracedModel:
             )
         # Of any operation, where a real tensor has another layout than that of the trace.
         except Exception as error:
-            named = inspect.signature(model.forward).parameters
             raise StagingError(
-                f"the trace of {self.name} does not run: {first_line(error)}"
-                f"{_has_to_name(self.example, named)}; cut it at its blocks (slice_blocks), or "
-                "write its stages as functions"
+                f"the trace of {self.name} does not run: {first_line(error)}; cut it at its blocks "
+                "(slice_blocks), or write its stages as functions"
             ) from error
         if varying:
             leaves.refuses_one = not self._holds(self.example.with_sizes_of_one(varying))
@@ -292,27 +289,21 @@ def _exported(model: Any, example: Example, varying: Collection[int]) -> Any:
     try:
         with torch.no_grad(), _without_warnings(), _unchanged(model):
             named = _by_name(model, *shapes)
-            return torch.export.export(model, example.args, example.kwargs, dynamic_shapes=named)
+            program = torch.export.export(model, example.args, example.kwargs, dynamic_shapes=named)
+            if not named.keys() >= example.kwargs.keys():
+                # torch 2.14 traces them, but cannot run a check of their sizes (NameError).
+                example.copy().call(program.module())
+            return program
     # The errors of torch.export have no common class.
     except Exception as error:
-        advice = _has_to_name(example, named) or (
-            ". Its batch size must be free, and no branch may depend on data"
-        )
+        advice = "Its batch size must be free, and no branch may depend on data"
+        loose = [repr(name) for name in example.kwargs if name not in named]
+        if loose:  # torch 2.13 takes the shapes of none
+            advice = f"Its forward has to name {', '.join(loose)}, not take them by **kwargs"
         raise StagingError(
-            f"{type(model).__name__} cannot be traced: {first_line(error)}{advice}; cut it at "
+            f"{type(model).__name__} cannot be traced: {first_line(error)}. {advice}; cut it at "
             "its blocks (slice_blocks), or write its stages as functions"
         ) from error
-
-
-def _has_to_name(example: Example, named: Collection[str]) -> str:
-    """What to do about arguments that go into ``**kwargs``; nothing if there are none.
-
-    torch 2.13 takes the shapes of none; torch 2.14 writes checks of sizes for them that do not run.
-    """
-    loose = [repr(name) for name in example.kwargs if name not in named]
-    if not loose:
-        return ""
-    return f". Its forward has to name {', '.join(loose)}, not take them by **kwargs"
 
 
 def _without_guards(module: GraphModule) -> Callable[..., object] | None:
@@ -351,6 +342,8 @@ def _check_varying(program: Any, varying: Collection[int], name: str) -> None:
 
 def _by_name(model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """The shapes of arguments by the names of ``forward``'s parameters, as torch.export wants."""
+    import inspect
+
     parameters = inspect.signature(model.forward).parameters.values()
     named: dict[str, Any] = {}
     rest = list(args)
