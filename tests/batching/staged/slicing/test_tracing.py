@@ -176,24 +176,49 @@ class TestWhatCrosses:
         for cut in traced.cuts():
             check(traced, [cut.position])
 
-    def test_a_length_that_a_shape_does_not_show_is_never_anothers(self) -> None:
+    @pytest.mark.parametrize("is_written", [False, True])
+    def test_a_length_that_a_shape_does_not_show_is_never_anothers(self, is_written: bool) -> None:
         def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-            lengths = torch.full((3,), x.shape[1] * 1.0)
+            if is_written:
+                lengths = torch.ones(3)
+                lengths[:2] = x.shape[1]
+            else:
+                lengths = torch.full((3,), x.shape[1] * 1.0)
             return torch.relu(x).sum(1) / lengths + 1
 
         traced = TracedModel(Function(forward).eval(), torch.rand(2, 5, 3), varying=(1,))
-        batches = torch.rand(1, 4, 3), torch.rand(2, 7, 3)
-        joined = 0
+        joined = self.joined(traced, torch.rand(1, 4, 3), torch.rand(2, 7, 3))
+        assert 0 < joined < len(traced.cuts())
+
+    @pytest.mark.parametrize("is_written", [False, True])
+    def test_a_number_of_the_inputs_is_never_anothers(self, is_written: bool) -> None:
+        class Scaled(nn.Module):
+            def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+                if is_written:
+                    scales = torch.ones(3)
+                    scales[1] = scale
+                else:
+                    scales = x.new_full((3,), scale.item())
+                return torch.relu(x + 1) * scales + 1
+
+        batches = (torch.rand(1, 3), torch.tensor(2.0)), (torch.rand(2, 3), torch.tensor(5.0))
+        traced = TracedModel(Scaled().eval(), batches[1])
+        assert self.joined(traced, *batches)
+
+    def joined(self, traced: TracedModel, *batches: Any) -> int:
+        """At how many cuts these can be joined; there they come to what the model makes."""
+        runs = [Example(each) for each in batches]
+        expected = torch.cat([run.call(traced.model) for run in runs])
+        count = 0
         for cut in traced.cuts():
             first, second = traced.stages([cut.position])
             try:
-                result = second(join([first(each) for each in batches]))
+                result = second(join([first(*run.batch()) for run in runs]))
             except NotJoinable:
                 continue
-            joined += 1
-            expected = torch.cat([traced.model(each) for each in batches])
+            count += 1
             torch.testing.assert_close(result, expected)
-        assert 0 < joined < len(traced.cuts())
+        return count
 
     def test_no_cut_tears_a_memory_that_is_written_to(self) -> None:
         def forward(self: Any, x: torch.Tensor) -> torch.Tensor:

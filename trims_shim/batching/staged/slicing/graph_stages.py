@@ -124,11 +124,8 @@ class StagedGraph:
         """The nodes that depend on the contents of the inputs, not only on their shapes."""
         found: set[Node] = set(self.inputs)
         for node in self.operations:
-            name = str(node.target).removeprefix("aten.")
-            if not name.startswith(("sym_", *_FACTORIES)) and found.intersection(
-                node.all_input_nodes
-            ):
-                found.add(node)
+            if found.intersection(_contents_of(node)):
+                found.update((node, *self._written_with(node)))
         return found
 
     def _find_lengths(self) -> dict[Node, set[Any]]:
@@ -139,7 +136,16 @@ class StagedGraph:
             if node not in self._with_data:
                 before = (found.get(each, set()) for each in node.all_input_nodes)
                 found[node] = set().union(_symbols(node), *before) - batch
+                for each in self._written_with(node):
+                    found[each] = found.get(each, set()) | found[node]
         return found
+
+    def _written_with(self, node: Node) -> list[Node]:
+        """The nodes whose memory an operation writes to, by whatever name it does."""
+        written = self._written(node)
+        if not written:
+            return []
+        return [each for each in self.operations if _memory(self._small[each]) in written]
 
     def _find_crossing(self) -> list[set[Node] | None]:
         """For each position the nodes that cross there, or None if it is not legal."""
@@ -336,6 +342,16 @@ def _symbols(node: Node, *, axes: int | None = None) -> set[Any]:
 
     value = node.meta.get("val")
     return set(free_symbols(tuple(getattr(value, "shape", (value,)))[:axes]))
+
+
+def _contents_of(node: Node) -> list[Node]:
+    """The nodes whose contents an operation reads, not only their shapes."""
+    name = str(node.target).removeprefix("aten.")
+    if name.startswith("sym_"):
+        return []
+    if not name.startswith(_FACTORIES):
+        return node.all_input_nodes
+    return [each for each in node.all_input_nodes if each is not node.args[0]]
 
 
 def _memory(value: Any) -> int:
