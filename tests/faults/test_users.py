@@ -159,7 +159,8 @@ def test_what_may_be_read_is_served(shared: World) -> None:
 COMMANDS = """
 import contextlib, io
 # Whatever has to be imported: see above.
-from trims_shim.cli import images, info, main, status
+from trims_shim.cli import daemon, images, info, main, status
+import trims_shim.daemon.main
 def trims(*words):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -176,12 +177,14 @@ def test_what_the_commands_tell_the_group(shared: World) -> None:
     os.chmod(path, 0o644)
     said = shared.run(
         TRY + COMMANDS + AS_NOBODY + f"data(open_file({path!r})), cache().close()\n"
-        f"say([trims('status'), trims('info'), trims('evict', {path!r}), trims('ls')])\n",
+        f"say([trims('status'), trims('info'), trims('evict', {path!r}), trims('ls'), "
+        "trims('daemon')])\n",
         host_bytes="1G",
     )
-    (_, status, _), (_, info, _), (code, evicted, error), (_, listed, _) = said
+    (_, status, _), (_, info, _), (code, evicted, error), (_, listed, _), (_, _, second) = said
     assert path in status
-    assert "`trims stop`" not in status + info
+    assert "`trims stop`" not in status + info + second
+    assert second.endswith("already; it is another user's\n")
     assert "another user's, with settings of its own" in info
     assert "off: the daemon is another user's" in info
     assert (code, error) == (0, "")

@@ -44,8 +44,9 @@ def serve(_arguments: argparse.Namespace) -> Exit:
     endpoint = _endpoint()
     pid = _pid(endpoint)
     if pid is not None:
-        note = f"{pid} serves {endpoint.directory} already; `trims stop` stops it"
-        print(f"trims daemon: {note}", file=sys.stderr)
+        is_ours = os.geteuid() in (0, endpoint.owner())
+        advice = "`trims stop` stops it" if is_ours else "it is another user's"
+        print(f"trims daemon: {pid} serves {endpoint.directory} already; {advice}", file=sys.stderr)
         return Exit.FAILED
     if not logging.getLogger("trims_shim").hasHandlers():  # TRIMS_LOG has set none up
         logging.basicConfig(
