@@ -154,6 +154,21 @@ def test_evict_where_no_copy_can_be(
         evict_copies("s3://b/vit.pt", as_json=False)
 
 
+def test_evict_where_nothing_can_be_deleted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No advice of fetches: in another directory, there is nothing to delete."""
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root has all rights of the mode
+    settings = config.load({"TRIMS_CACHE_DIR": str(tmp_path), "HOME": str(tmp_path)})
+    monkeypatch.setattr(config, "_current", settings)
+    directory = tmp_path / "remote"
+    directory.mkdir(0o700)
+    with pytest.raises(RemoteError) as caught:
+        evict_copies("", as_json=False)
+    message = f"no copy of a remote model can be deleted: {directory} cannot be written"
+    assert str(caught.value) == message
+
+
 def test_evict_leaves_what_is_in_use(trims: Trims, store: str) -> None:
     program = (
         "import subprocess, sys, trims_shim\n"

@@ -99,8 +99,7 @@ def _size_of(path: str) -> int:
 def evict_copies(url: str, *, as_json: bool) -> Exit:
     """Delete the copies of one URL, or all (of an empty one), that no process uses."""
     copies = Copies.of(config.current())
-    if os.path.lexists(copies.directory):
-        copies.check()  # Below a link of somebody else, anything might be.
+    copies.check_eviction()
     found = copies.copies(key_of(url) if url else "")
     if url and not found:
         raise RemoteError(f"{shown(url)}: there is no copy of it")

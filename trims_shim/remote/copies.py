@@ -30,7 +30,14 @@ from dataclasses import dataclass
 
 from trims_shim.client.descriptors import OwnDescriptor
 from trims_shim.config import Config, ShareOrSize
-from trims_shim.daemon.prepared.directory import directory_of, examine, make, problem_of, space_of
+from trims_shim.daemon.prepared.directory import (
+    directory_of,
+    examine,
+    examined,
+    make,
+    problem_of,
+    space_of,
+)
 from trims_shim.errors import RemoteError
 from trims_shim.printable import size
 
@@ -102,6 +109,14 @@ class Copies:
         """Raises RemoteError if others may change the directory, or it cannot be had."""
         if problem := examine(self.directory):
             raise RemoteError(f"no remote model can be kept here: {problem}")
+
+    def check_eviction(self) -> None:
+        """Raises RemoteError if others may change the directory, or nothing in it can be deleted.
+
+        Below a link of somebody else, anything might be.
+        """
+        if os.path.lexists(self.directory) and (problem := examined(self.directory)):
+            raise RemoteError(f"no copy of a remote model can be deleted: {problem}")
 
     def prepare(self) -> None:
         """Make the directory. Raises RemoteError as :meth:`check`, which comes first, OSError."""

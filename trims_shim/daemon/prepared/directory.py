@@ -20,6 +20,7 @@ __all__ = [
     "Space",
     "directory_of",
     "examine",
+    "examined",
     "make",
     "problem_of",
     "space_of",
@@ -91,9 +92,14 @@ def directory_of(cache_dir: str, *, cache_home: str, name: str = "prepared") -> 
 
 
 def examine(directory: str) -> str:
-    """Why a directory cannot hold prepared models; empty if it can. Makes nothing."""
+    """Why a directory cannot hold prepared models, and advice; empty if it can. Makes nothing."""
+    problem = examined(directory)
+    return problem and f"{problem}; set TRIMS_CACHE_DIR to a local directory of yours"
+
+
+def examined(directory: str) -> str:
+    """As :func:`examine`, for a directory that has to be this one: without the advice."""
     base = os.path.dirname(directory)
-    hint = "; set TRIMS_CACHE_DIR to a local directory of yours"
     try:
         problem = problem_of(base, os.stat(base), may_be_roots=True)
         if not problem:
@@ -108,7 +114,7 @@ def examine(directory: str) -> str:
         problem = problem or _roots_problem(parent) or _machines_problem(parent)
     except OSError as error:
         problem = str(error)
-    return problem and problem + hint
+    return problem
 
 
 def make(directory: str) -> None:
