@@ -26,16 +26,25 @@ from trims_shim import config as configuration
 from trims_shim._version import __version__
 from trims_shim.children import NoAnswer, ask_child
 from trims_shim.client.cache import Cache, cache
+from trims_shim.client.connection import Connection
+from trims_shim.client.pool import is_older
 from trims_shim.config import Config
 from trims_shim.daemon.prepared import directory as prepared_directory
 from trims_shim.daemon.prepared.directory import PreparedSettings
-from trims_shim.errors import ConfigError, DaemonUnavailable, PatchError, TrimsError
+from trims_shim.errors import (
+    ConfigError,
+    DaemonUnavailable,
+    IncompatibleDaemon,
+    PatchError,
+    TrimsError,
+)
 from trims_shim.memory import copying_native
 from trims_shim.memory.limits import machine_bytes, memory_limit_bytes
 from trims_shim.memory.nvml import INSTALL, is_installed
 from trims_shim.patches.points import resolve
 from trims_shim.remote.copies import Copies, Copy
 from trims_shim.wire.endpoint import Endpoint
+from trims_shim.wire.messages import Welcome
 
 __all__ = [
     "DaemonStatus",
@@ -194,7 +203,8 @@ class SocketStatus:
 class DaemonStatus:
     """Whether a daemon answers, and whether it was started with the settings of this process.
 
-    ``is_own``: it is this user's, or none is there. ``can_start``: a load would start one.
+    ``is_own``: it is this user's, or none is there. ``can_start``: a load would start one, also in
+    place of an older one. ``problem``: why none answers, or the one that does serves nothing here.
     """
 
     is_running: bool
@@ -499,7 +509,7 @@ def _socket(endpoint: Endpoint) -> SocketStatus:
 
 def _daemon(the_cache: Cache) -> DaemonStatus:
     try:
-        welcome = the_cache.welcome()
+        welcome, problem = _welcome(the_cache)
     except TrimsError as error:
         # Any other error than these is of a daemon that is there, or of a directory.
         is_missing = type(error) is DaemonUnavailable and not the_cache.endpoint.unwritable_place()
@@ -513,16 +523,28 @@ def _daemon(the_cache: Cache) -> DaemonStatus:
             can_start=is_missing and the_cache.config.autostart,
             problem=str(error),
         )
+    is_own = _is_own(the_cache.endpoint)
+    is_replaced = bool(problem) and is_own and is_older(welcome)
     return DaemonStatus(
         is_running=True,
         pid=welcome.pid,
         package=welcome.package,
         protocol=welcome.protocol,
         has_same_settings=welcome.config_hash == the_cache.config.daemon_hash(),
-        is_own=_is_own(the_cache.endpoint),
-        can_start=False,
-        problem="",
+        is_own=is_own,
+        can_start=is_replaced and the_cache.config.autostart,
+        problem=problem,
     )
+
+
+def _welcome(the_cache: Cache) -> tuple[Welcome, str]:
+    """The daemon's Welcome, and the problem if it is of a protocol that is not understood."""
+    try:
+        return the_cache.welcome(), ""
+    except IncompatibleDaemon as error:
+        other = Connection(the_cache.endpoint, stall_timeout_s=the_cache.config.stall_timeout)
+        with contextlib.closing(other):
+            return other.welcome, str(error)
 
 
 def _is_own(endpoint: Endpoint) -> bool:

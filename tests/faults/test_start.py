@@ -515,6 +515,33 @@ def start_version(world: World, package: str, protocol: int) -> int:
     return child.pid
 
 
+@pytest.mark.parametrize(
+    ("protocol", "autostart", "effect"),
+    [
+        (0, "1", "a load replaces it"),
+        (0, "0", "no load is served"),
+        (messages.PROTOCOL_VERSION + 1, "1", "no load is served"),
+    ],
+)
+def test_info_says_what_becomes_of_a_daemon_of_another_protocol(
+    make_world: Any, protocol: int, autostart: str, effect: str
+) -> None:
+    """Found: that none answers and no load starts one, although one did, and a load replaced it."""
+    world = make_world()
+    package = "99.0.0" if protocol else "0.0.1"
+    pid = start_version(world, package, protocol)
+    text, found = world.run(
+        "import contextlib, io\nfrom trims_shim.cli.main import main\nout = io.StringIO()\n"
+        "with contextlib.redirect_stdout(out):\n main(['info'])\n"
+        "say([' '.join(out.getvalue().split()), trims_shim.info()['daemon']])\n",
+        autostart=autostart,
+    )
+    assert f"daemon runs ({pid}), but with another protocol; {effect} " in text
+    assert f"daemon {pid}; the daemon (trims_shim {package}, protocol {protocol}) and" in text
+    assert (found["pid"], found["package"], found["protocol"]) == (pid, package, protocol)
+    assert found["can_start"] == (effect == "a load replaces it")
+
+
 @pytest.mark.parametrize("protocol", [messages.PROTOCOL_VERSION, 0])
 def test_a_newer_client_replaces_an_older_daemon(make_world: Any, protocol: int) -> None:
     """The load in flight completes, mappings survive, and the newer daemon serves from then on."""

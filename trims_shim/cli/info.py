@@ -65,13 +65,17 @@ def _in_short(found: Description) -> str:
         ("host memory", f"shared ({kind})" if kind else "not shared"),
         ("device memory", f"shared ({devices})" if found.device.is_available else "not shared"),
     ]
-    if found.daemon.is_running:
-        lines.append(("daemon", f"runs ({found.daemon.pid})"))
-    elif found.daemon.can_start:
-        lines.append(("daemon", "none runs; a load starts one"))
-    else:
-        lines.append(("daemon", "none answers; no load starts one"))
+    lines.append(("daemon", _daemon_in_short(found.daemon)))
     return "in short\n" + _pairs(lines)
+
+
+def _daemon_in_short(daemon: DaemonStatus) -> str:
+    if not daemon.is_running:
+        return f"none {'runs; a' if daemon.can_start else 'answers; no'} load starts one"
+    if not daemon.problem:
+        return f"runs ({daemon.pid})"
+    effect = "a load replaces it" if daemon.can_start else "no load is served"
+    return f"runs ({daemon.pid}), but with another protocol; {effect}"
 
 
 def _patches(found: Description) -> str:
@@ -148,6 +152,8 @@ def _daemon(found: Description) -> str:
 def _running(daemon: DaemonStatus) -> str:
     if not daemon.is_running:
         return f"not reachable: {daemon.problem}"
+    if daemon.problem:
+        return f"{daemon.pid}; {daemon.problem}"
     same = "same settings as here" if daemon.has_same_settings else RESTART_HINT
     if not daemon.is_own:
         same = "another user's, with settings of its own"

@@ -36,7 +36,7 @@ from trims_shim.specs import HOST_TIER
 from trims_shim.wire import handover, messages
 from trims_shim.wire.endpoint import Endpoint
 
-__all__ = ["Line", "Pool"]
+__all__ = ["Line", "Pool", "is_older"]
 
 _CONNECTIONS_LIMIT = 16
 _COUNTERS_IN_A_PACKET = 32
@@ -238,7 +238,7 @@ class Pool:
             return  # Another process has replaced it.
         try:
             welcome = connection.welcome
-            if not _is_older(welcome):
+            if not is_older(welcome):
                 return
             connection.drain()
             deadline = time.monotonic() + _DRAIN_PATIENCE_S
@@ -269,7 +269,7 @@ class _OlderDaemon(IncompatibleDaemon):
 
 
 def _check_age(welcome: messages.Welcome) -> None:
-    if _is_older(welcome):
+    if is_older(welcome):
         raise _OlderDaemon(
             f"daemon {welcome.pid} (trims_shim {welcome.package}) is older than this process and "
             "could not be replaced; run `trims stop`"
@@ -277,7 +277,8 @@ def _check_age(welcome: messages.Welcome) -> None:
     check_protocol(welcome)
 
 
-def _is_older(welcome: messages.Welcome) -> bool:
+def is_older(welcome: messages.Welcome) -> bool:
+    """Return whether a daemon is one that a process of this version replaces."""
     ours = (messages.PROTOCOL_VERSION, _version_key(__version__))
     if (welcome.protocol, _version_key(welcome.package)) >= ours:
         return False
