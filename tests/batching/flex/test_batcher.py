@@ -235,6 +235,19 @@ def test_what_giving_up_costs_is_told(make_scene: Callable[..., Scene]) -> None:
     assert scene.batcher.preemption_stats() == expected
 
 
+def test_the_longest_of_a_few_stops_is_their_99th_percentile(
+    make_scene: Callable[..., Scene],
+) -> None:
+    scene = make_scene()
+    preempted(scene)
+    (dispatch,) = scene.batcher._engine.dispatches()
+    assert isinstance(dispatch, FlexDispatch)
+    assert list(dispatch.stops_ns) == [0]
+    dispatch.stops_ns += [8_000_000, 3_000_000]
+    found = scene.batcher.preemption_stats()
+    assert (found.stop_p50_ms, found.stop_p99_ms) == (3, 8)
+
+
 def test_of_two_devices_one_gives_its_batch_up(make_scene: Callable[..., Scene]) -> None:
     scene = make_scene(devices=2)
     longs = scene.submit("long", "a", "b")
