@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
+import gc
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -143,6 +145,37 @@ def test_a_fork_in_a_signal_handler_of_a_caller_that_waits(queue_size: int) -> N
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert ended == [0]
+
+
+def test_a_fork_ends_no_batch_that_awaits() -> None:
+    """The child has nobody who could wake it; destroyed, it would run the `finally` of the user."""
+    events: list[weakref.ref[asyncio.Event]] = []
+    ended: list[int] = []
+
+    async def hold(items: list[int]) -> list[int]:
+        event = asyncio.Event()
+        events.append(weakref.ref(event))
+        try:
+            await event.wait()
+        finally:
+            ended.append(os.getpid())
+        return items
+
+    def check() -> None:
+        gc.collect()
+        assert ended == []
+
+    with greedy(hold) as batcher:
+        future = batcher.submit(1)
+        wait_until(lambda: events)
+        is_kept = passes_in_child(check)
+        own, event = batcher._engine._own, events[0]()
+        assert own is not None
+        assert event is not None
+        own.loop.call_soon_threadsafe(event.set)
+        assert is_kept
+        assert future.result(LONG_S) == 1
+        wait_until(lambda: not own._tasks, "nothing is kept of what has run")
 
 
 def test_a_fork_with_a_lock_held() -> None:

@@ -190,11 +190,13 @@ class LoopDispatch(Dispatch):
         self.loop = loop
         self.on_rest: Callable[[], None] | None = None
         """Ends the loop, where it is the batcher's own."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Of batches that run. A forked child keeps the parent's: a task that is gone ends the
+        user's code."""
         super().__init__(function, options)
 
     def _set_up(self) -> None:
         super()._set_up()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
 
