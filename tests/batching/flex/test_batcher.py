@@ -441,6 +441,34 @@ def test_late_ones_are_served_also_after_others_of_their_model(
     assert results(scene.submit("short", 2, deadline_ms=5)) == [2]
 
 
+def test_priority_goes_first(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(max_batch_size=1)
+    futures = scene.submit("short", 0)
+    scene.short.wait()
+    futures += scene.submit("short", 1) + scene.submit("short", 2, priority=1)
+    scene.short.open(3)
+    assert results(futures) == [0, 1, 2]
+    assert scene.short.calls == [[0], [2], [1]]
+
+
+@pytest.mark.parametrize("caller_runs", [True, False])
+def test_a_caller_runs_its_batch_if_it_may(caller_runs: bool) -> None:
+    def runners(items: list[Any]) -> list[int]:
+        return [threading.get_ident()] * len(items)
+
+    with FlexBatcher({"m": [runners]}, caller_runs=caller_runs) as batcher:
+        assert (batcher("m", 1) == threading.get_ident()) == caller_runs
+
+
+def test_all_models_get_their_batches_by_the_collate_that_was_given() -> None:
+    def kinds(batch: Any) -> list[type]:
+        return [type(batch)] * len(batch)
+
+    for collate, kind in (("auto", torch.Tensor), ("list", list)):
+        with FlexBatcher({"m": [kinds]}, collate=collate) as batcher:
+            assert batcher("m", torch.ones(1)) is kind
+
+
 def test_an_objective_may_be_set_for_all(make_scene: Callable[..., Scene]) -> None:
     scene = make_scene()
     scene.batcher.update(slo_ms=5)
@@ -472,6 +500,21 @@ def test_a_failing_item_fails_alone() -> None:
         found = list(batcher.map("m", range(5), return_exceptions=True))
         assert isinstance(found.pop(2), LookupError)
         assert found == [0, 1, 3, 4]
+
+
+def test_a_failing_batch_fails_whole_when_asked_for(make_scene: Callable[..., Scene]) -> None:
+    def fail_at_2(batch: list[int]) -> list[int]:
+        if 2 in batch:
+            raise LookupError("2")
+        return batch
+
+    scene = make_scene(stages=[fail_at_2], isolate_failures=False)
+    shorts = scene.submit("short", 0)
+    scene.short.wait()
+    longs = scene.submit("long", 1, 2, 3)  # they share a batch
+    scene.short.open()
+    assert results(shorts) == [0]
+    assert [type(each.exception(PATIENCE_S)) for each in longs] == [LookupError] * 3
 
 
 def test_nothing_was_given_up_before_the_first_request() -> None:
@@ -508,6 +551,11 @@ def test_an_unknown_model_is_named() -> None:
 def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FlexBatcher({"m": [lambda batch: batch]}, **options)
+
+
+def test_objectives_are_given_for_all_models_or_for_none() -> None:
+    with pytest.raises(ValueError, match="slo_ms is given for long; the models are long, short"):
+        FlexBatcher({"long": [list], "short": [list]}, slo_ms={"long": 5})
 
 
 def test_it_has_models_by_name_and_no_stages_of_its_own() -> None:

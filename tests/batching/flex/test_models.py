@@ -123,6 +123,13 @@ def test_the_device_is_waited_for_also_when_a_batch_is_given_up(
     assert lane.log == expected
 
 
+def test_each_device_has_its_own_lane() -> None:
+    lanes = [Logging(), Logging()]
+    staged = functions([double], devices=["cpu", "cpu"], lanes=lanes)
+    assert run(staged, 1, device=1) == [2]
+    assert [lane.log for lane in lanes] == [[], [("finish", [2])]]
+
+
 def test_a_device_is_waited_for_without_exit_points_too() -> None:
     lane = Logging()
     functions([double], lanes=[lane]).run(entries(1))
@@ -177,8 +184,12 @@ def test_without_isolation_all_fail() -> None:
 
 
 def test_a_wrong_number_of_results_is_said_to_be_the_models() -> None:
-    (result,) = run(functions([lambda values: [1, 2]]), 1)
-    assert "m returned 2 results" in str(result.error)
+    runs: list[list[int]] = []
+    staged = functions([lambda values: [runs.append(values), 2]])
+    for values in ([1], [1, 2, 3, 4]):  # two halves would get results of other items
+        found = run(staged, *values)
+        assert ["m returned 2 results" in str(each.error) for each in found] == [True] * len(values)
+    assert runs == [[1], [1, 2, 3, 4]]
 
 
 def test_each_device_may_have_a_copy_of_its_own() -> None:
