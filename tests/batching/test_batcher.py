@@ -33,6 +33,7 @@ from trims_shim.batching.policies.immediate import Immediate
 from trims_shim.batching.policies.window import Window
 from trims_shim.batching.profiles.profile_store import SavedProfile, save_profile
 from trims_shim.batching.protocol import NEVER_NS, Request
+from trims_shim.batching.single import Batching
 from trims_shim.errors import BadBatch, BatcherClosed, BatchingError, QueueFull, RequestDropped
 
 greedy = functools.partial(Batcher, policy="immediate")
@@ -241,16 +242,18 @@ class ListedKeys:
 
 def test_a_key_that_is_none_fails_in_its_own_call() -> None:
     gate = Gate()
-    flex = FlexBatcher({"model": double}, collate=ListedKeys())
-    with greedy(gate, collate=ListedKeys()) as batcher, flex:
-        futures = [batcher.submit(0)]
-        gate.wait_entered()
-        futures.append(batcher.submit(2))
-        for asked in (batcher.submit, batcher, functools.partial(flex, "model")):
-            with pytest.raises(TypeError, match="unhashable"):
-                asked(1)
-        gate.open(2)
-        assert [future.result(LONG_S) for future in futures] == [0, 2]
+    flex = FlexBatcher({"model": gate}, collate=ListedKeys())
+    plain = greedy(gate, collate=ListedKeys())
+    for batcher, model in ((plain, ()), (flex, ("model",))):
+        with batcher:
+            futures = [batcher.submit(*model, 0)]
+            gate.wait_entered()
+            futures.append(batcher.submit(*model, 2))
+            for asked in (batcher.submit, batcher):
+                with pytest.raises(TypeError, match="unhashable"):
+                    asked(*model, 1)
+            gate.open(2)
+            assert [future.result(LONG_S) for future in futures] == [0, 2]
 
 
 @pytest.mark.parametrize("priority", ["1", None, [1], float("nan")])
@@ -738,7 +741,10 @@ def test_from_inside_a_batch() -> None:
         return [item if item < 1 else 1 + batcher(item - 1) for item in items]
 
     def waiting(items: list[int]) -> list[Any]:
-        return [waiter.submit(item).result() for item in items]
+        if items == [0]:
+            return items
+        assert waiter(0) == 0  # after which it is still inside
+        return [waiter.submit(item).result(LONG_S) for item in items]
 
     batcher = greedy(recursive)
     waiter = greedy(waiting)
@@ -1217,6 +1223,16 @@ def test_warming_measures_with_copies_of_an_item() -> None:
         assert batcher(1) == 1
     with greedy(lambda items: 1 / 0) as failing, pytest.raises(ZeroDivisionError):
         failing.warm(1)
+
+
+def test_what_was_measured_holds_for_the_policy_that_there_is() -> None:
+    with greedy(double) as batcher:
+        batcher(1)
+        batcher.drain(LONG_S)
+        profile = batcher.warm(1, repeats=1)
+        policy = batcher._engine.threads()._policy
+        assert isinstance(policy, Batching)
+        assert [rule.profile for rule in policy.rules.values()] == [profile]
 
 
 def test_what_was_measured_is_kept_for_the_next_batcher_of_that_name() -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
 import pytest
@@ -161,6 +161,22 @@ def test_blocking_on_the_loop_that_has_to_run_is_an_error() -> None:
     batcher = greedy(adouble)
     run(main())
     batcher.close()
+
+
+def test_waiting_on_the_loop_of_open_requests_is_an_error() -> None:
+    async def main() -> None:
+        gate = AsyncGate()
+        batcher = greedy(gate)
+        asked = asyncio.create_task(batcher.aio(1))
+        await settle()
+        assert batcher.stats().running == 1
+        for wait in (batcher.drain, batcher.close):
+            with pytest.raises(RuntimeError, match="await aio"):
+                wait(timeout_s=0)
+        gate.may_go.release()
+        assert await asked == 1
+
+    run(main())
 
 
 def test_blocking_on_a_loop_works_with_a_synchronous_function() -> None:
@@ -325,6 +341,29 @@ def test_a_batch_that_is_cancelled_before_its_first_step() -> None:
             await asked
         assert await batcher.aio(2) == 4
         await batcher.aclose()
+
+    run(main())
+
+
+def test_who_leaves_a_stream_before_its_first_piece_gives_its_place_up() -> None:
+    async def main() -> None:
+        may_go = asyncio.Event()
+
+        async def pieces(items: list[int]) -> AsyncGenerator[list[int], None]:
+            await may_go.wait()
+            yield items
+
+        async with greedy(pieces) as batcher:
+            running, waiting = (
+                asyncio.ensure_future(anext(batcher.astream(item))) for item in range(2)
+            )
+            await settle()
+            assert batcher.stats().queued == 1
+            waiting.cancel()
+            await settle()
+            assert (batcher.stats().queued, batcher.stats().cancelled) == (0, 1)
+            may_go.set()
+            assert await running == 0
 
     run(main())
 
@@ -504,12 +543,15 @@ def test_whatever_an_asynchronous_function_raises_in_the_batchers_own_loop(
         assert batcher(1) == 1
 
 
-def test_a_function_in_a_thread_that_was_cancelled_cancels_no_caller() -> None:
-    def cancelled(items: list[int]) -> list[int]:
-        raise asyncio.CancelledError
+@pytest.mark.parametrize("error", [asyncio.CancelledError, StopIteration])
+def test_what_the_future_of_a_caller_may_not_have_is_told_in_words(
+    error: type[BaseException],
+) -> None:
+    def fail(items: list[int]) -> list[int]:
+        raise error
 
-    batcher = greedy(cancelled)
-    with pytest.raises(RuntimeError, match="the batch function raised CancelledError"):
+    batcher = greedy(fail)
+    with pytest.raises(RuntimeError, match=f"the batch function raised {error.__name__}"):
         run(batcher.aio(1))
     batcher.close()
 
@@ -568,6 +610,17 @@ def test_what_a_batch_would_wait_for_in_vain_is_an_error(wait: str) -> None:
         with pytest.raises(RuntimeError, match="batch"):
             run(batcher.aio(0))
         batcher.close()
+
+
+def test_a_thread_that_a_batch_waits_for_does_not_wait_for_the_batch() -> None:
+    async def waits(items: list[int]) -> list[int]:
+        await asyncio.to_thread(batcher.drain, 0)
+        return items
+
+    batcher = greedy(waits)
+    with pytest.raises(RuntimeError, match="a batch cannot wait for its own end"):
+        run(batcher.aio(0))
+    batcher.close()
 
 
 def test_batches_that_ask_each_other_by_turns() -> None:
@@ -701,6 +754,58 @@ def test_loops_that_nobody_closes_are_not_kept(function: Any) -> None:
         loop.close()
 
 
+@pytest.mark.parametrize("policy", ["immediate", functools.partial(Window, wait_ms=1e6)])
+def test_a_loop_that_stands_is_not_forgotten_while_it_has_requests(policy: Any) -> None:
+    gate, first, second = AsyncGate(), asyncio.new_event_loop(), asyncio.new_event_loop()
+    batcher = Batcher(gate, policy=policy)
+    asked = first.create_task(batcher.aio(1))
+    first.run_until_complete(settle())
+    batcher._engine.of_loop(second)
+    stats = batcher.stats()
+    assert (stats.submitted, stats.queued + stats.running) == (1, 1)
+    gate.may_go.release()
+    first.run_until_complete(batcher.adrain())
+    assert first.run_until_complete(asked) == 1
+    batcher.close()
+    for loop in (first, second):
+        loop.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_loop_that_is_closed_is_forgotten_whatever_was_open() -> None:
+    loop, other = asyncio.new_event_loop(), asyncio.new_event_loop()
+    batcher = greedy(AsyncGate())
+    asked = loop.create_task(batcher.aio(1))
+    loop.run_until_complete(settle())
+    loop.close()
+    batcher._engine.of_loop(other)
+    assert [*batcher._engine._loops] == [other]
+    asked._log_destroy_pending = False  # type: ignore[attr-defined]
+    batcher.close()
+    other.close()
+
+
+def test_a_finalizer_that_asks_while_a_loop_is_new_uses_the_same_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        engine, loop = batcher._engine, asyncio.get_running_loop()
+        learning = engine.options.learning
+        make, inner = learning.make_policy, list[Any]()
+
+        def interrupted() -> Any:
+            monkeypatch.setattr(learning, "make_policy", make)
+            inner.append(engine.of_loop(loop))
+            return make()
+
+        monkeypatch.setattr(learning, "make_policy", interrupted)
+        assert [engine.of_loop(loop)] == inner
+
+    batcher = greedy(adouble)
+    run(main())
+    batcher.close()
+
+
 @both
 def test_two_loops_by_turns(function: Any) -> None:
     loops = [asyncio.new_event_loop() for _ in range(2)]
@@ -752,6 +857,18 @@ def test_who_waits_for_requests_of_a_loop_that_is_stopped_is_told() -> None:
     stats = batcher.stats()
     assert (stats.submitted, stats.failed, stats.queued, stats.running) == (2, 2, 0, 0)
     batcher.close(timeout_s=LONG_S)
+
+
+def test_who_asks_a_loop_that_has_just_ended_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(threading.enumerate())
+    batcher = greedy(adouble)
+    assert batcher(1) == 2
+    own = batcher._engine.own_loop()
+    own.loop.call_soon_threadsafe(own.loop.stop)
+    wait_until(lambda: set(threading.enumerate()) <= before, "the end of its thread")
+    monkeypatch.setattr(batcher._engine, "own_loop", lambda: own)
+    assert "has ended" in str(batcher.submit(2).exception(LONG_S))
+    batcher.close()
 
 
 def test_the_batchers_own_loop_is_gone_with_it() -> None:

@@ -21,10 +21,11 @@ from forks import passes_in_child
 
 from tests.batching.waiting import LONG_S, Gate, wait_until, wait_until_main_sleeps
 from trims_shim.batching import Batcher, batched
+from trims_shim.batching.drivers import threads
 from trims_shim.batching.drivers.options import Options
 from trims_shim.batching.drivers.threads import ThreadDispatch
 from trims_shim.batching.policies.window import Window
-from trims_shim.errors import BatchingError
+from trims_shim.errors import BatcherClosed, BatchingError
 
 greedy = functools.partial(Batcher, policy="immediate")
 
@@ -288,6 +289,49 @@ def test_a_batch_that_hangs_does_not_keep_the_interpreter() -> None:
     """)
     assert result.stdout.split() == ["BatcherClosed"], result
     assert result.returncode == 0
+
+
+def test_all_but_the_batch_that_hangs_comes_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "IDLE_S", 1e3)
+    gate, saved = Gate(), list[None]()
+
+    def hang_at_0(items: list[object]) -> list[object]:
+        return gate(items) if items == [0] else items
+
+    batcher = greedy(hang_at_0, devices=2)
+    engine = batcher._engine
+    monkeypatch.setattr(engine.options.learning, "save", lambda: saved.append(None))
+    hanging = batcher.submit(0)
+    gate.wait_entered()
+    assert batcher.submit(1).result(LONG_S) == 1
+    wait_until(lambda: len(engine.workers()) == 2)
+    engine.finish(0.0)
+    wait_until(lambda: sum(each.is_alive() for each in engine.workers()) == 1)
+    assert saved == [None]
+    gate.open()
+    assert hanging.result(LONG_S) == 0
+
+
+def test_the_end_on_a_loop_that_runs_waits_for_nothing() -> None:
+    """As where a program calls its exit functions itself."""
+
+    async def main() -> None:
+        may_go = asyncio.Event()
+
+        async def hold(items: list[int]) -> list[int]:
+            await may_go.wait()
+            return items
+
+        batcher = greedy(hold)
+        running, waiting = (asyncio.ensure_future(batcher.aio(item)) for item in range(2))
+        await asyncio.sleep(0)
+        batcher._engine.finish(LONG_S)
+        with pytest.raises(BatcherClosed):
+            await waiting
+        may_go.set()
+        assert await running == 0
+
+    asyncio.run(asyncio.wait_for(main(), LONG_S))
 
 
 def test_threads_that_wait_at_the_end_get_their_answers() -> None:

@@ -239,6 +239,76 @@ def test_an_interrupted_wait_gives_the_request_up() -> None:
 
 
 @pytest.mark.usefixtures("python_handler")
+def test_an_interrupted_caller_keeps_no_time() -> None:
+    now_ns, others = [0], list[BatchFuture[int]]()
+    window = functools.partial(Window, wait_ms=1)
+    with Batcher(lambda items: items, policy=window, clock_ns=lambda: now_ns[0]) as batcher:
+
+        def interrupt() -> None:
+            wait_until(lambda: batcher.stats().queued == 1)
+            others.append(batcher.submit(1))
+            wait_until_main_sleeps()
+            interrupt_main()
+
+        other = start(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            batcher(0)
+        join(other)
+        now_ns[0] += 1_000_000
+        assert others[0].result(LONG_S) == 1
+
+
+@pytest.mark.usefixtures("python_handler")
+def test_an_interrupted_caller_runs_nothing_and_nothing_runs_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if its batch is made before its request has left the queue."""
+    cancel, others = threads.ThreadDispatch.cancel, list[BatchFuture[int]]()
+    runs: list[list[int]] = []
+
+    def late(dispatch: threads.ThreadDispatch, request: Request) -> None:
+        join(start(lambda: others.append(batcher.submit(1))))
+        cancel(dispatch, request)
+
+    def function(items: list[int]) -> list[int]:
+        runs.append(list(items))
+        return items
+
+    def interrupt() -> None:
+        wait_until(lambda: batcher.stats().queued == 1)
+        wait_until_main_sleeps()
+        interrupt_main()
+
+    monkeypatch.setattr(threads.ThreadDispatch, "cancel", late)
+    with Batcher(function, policy=patient, max_batch_size=2) as batcher:
+        other = start(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            batcher(0)
+        join(other)
+        assert others[0].result(LONG_S) == 1
+    assert runs == [[1]]
+    assert batcher.stats().cancelled == 1
+
+
+def test_a_caller_that_is_interrupted_as_its_batch_begins_is_in_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    enter = threads.ThreadDispatch._enter
+
+    def interrupted(dispatch: threads.ThreadDispatch) -> int:
+        enter(dispatch)
+        raise KeyboardInterrupt
+
+    with greedy(lambda items: items) as batcher:
+        with monkeypatch.context() as patch:
+            patch.setattr(threads.ThreadDispatch, "_enter", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                batcher(0)
+        batcher.drain(LONG_S)
+        assert batcher.submit(1).result(LONG_S) == 1
+
+
+@pytest.mark.usefixtures("python_handler")
 def test_a_policy_that_is_interrupted_gets_its_requests_back() -> None:
     class Interrupted(Window):
         count = 0
@@ -536,6 +606,37 @@ def test_an_idle_worker_that_ends_does_not_keep_the_time(monkeypatch: pytest.Mon
         assert future.result(LONG_S) is not None
 
 
+@pytest.mark.parametrize("given", ["job", "wake_ns"])
+def test_a_worker_that_got_something_to_do_meanwhile_does_not_end(given: str) -> None:
+    with greedy(runners) as batcher:
+        dispatch, worker = batcher._engine.threads(), Seat()
+        dispatch.sit_down(worker)
+        dispatch._idle.append(worker)
+        setattr(worker, given, Job(0, [], 0) if given == "job" else 1)
+        assert not dispatch.retire(worker)
+        assert dispatch._seats[threading.get_ident()] is worker
+        setattr(worker, given, None)
+        assert dispatch.retire(worker)
+        assert dispatch._idle == []
+        assert dispatch._seats == {}
+
+
+def test_what_is_asked_while_a_worker_ends_is_seen() -> None:
+    futures: list[BatchFuture[Any]] = []
+
+    class Idle(list[Seat]):
+        def remove(self, seat: Seat) -> None:
+            if seat is worker:
+                join(start(lambda: futures.append(batcher.submit(1))))
+            super().remove(seat)
+
+    with greedy(runners) as batcher:
+        dispatch, worker = batcher._engine.threads(), Seat()
+        dispatch._idle = Idle([worker])
+        assert dispatch.retire(worker)
+        assert futures[0].result(LONG_S) is not None
+
+
 def test_who_is_away_from_its_seat_gets_nothing_to_do() -> None:
     with greedy(runners) as batcher:
         dispatch = batcher._engine.threads()
@@ -551,6 +652,14 @@ def test_who_is_away_from_its_seat_gets_nothing_to_do() -> None:
         assert dispatch._idle == [other]
         dispatch._idle.clear()
         dispatch._keeper = None
+
+
+def test_who_gets_a_batch_keeps_the_time_no_longer() -> None:
+    with greedy(runners) as batcher:
+        dispatch, keeper = batcher._engine.threads(), Seat()
+        dispatch._keeper, keeper.wake_ns = keeper, 1
+        dispatch._give(Job(0, [], 0), keeper)
+        assert (dispatch._keeper, keeper.wake_ns) == (None, None)
 
 
 def test_the_end_of_a_job_takes_no_later_one_from_its_runner() -> None:
