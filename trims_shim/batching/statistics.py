@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trims_shim.batching.protocol import Drop
 
-__all__ = ["BatcherStats", "Percentiles", "Record"]
+__all__ = ["BatcherStats", "Percentiles", "Record", "percentiles"]
 
 _LAST = 1024
 """Requests over which percentiles are taken: ten are above the 99th; 40 KiB for each quantity."""
@@ -185,9 +185,9 @@ class Record:
             queued=queued,
             running=running,
             batch_sizes=dict(sorted(self.batch_sizes.copy().items())),
-            wait=_percentiles(self._waits_ns.copy()),
-            latency=_percentiles(self._latencies_ns.copy()),
-            wake_lateness=_percentiles(self._lateness_ns.copy()),
+            wait=percentiles(self._waits_ns.copy()),
+            latency=percentiles(self._latencies_ns.copy()),
+            wake_lateness=percentiles(self._lateness_ns.copy()),
             busy_share=min(1.0, self._busy_ns / elapsed_ns) if elapsed_ns > 0 else 0.0,
             wait_total_s=self._wait_total_ns / 1e9,
             latency_total_s=self._latency_total_ns / 1e9,
@@ -195,7 +195,8 @@ class Record:
         )
 
 
-def _percentiles(values_ns: Sequence[int]) -> Percentiles:
+def percentiles(values_ns: Sequence[int]) -> Percentiles:
+    """Of values in ns, in any order; zeros for none."""
     if not values_ns:
         return Percentiles()
     ordered = sorted(values_ns)

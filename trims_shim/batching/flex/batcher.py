@@ -40,11 +40,10 @@ from trims_shim.batching.policies.flex import PREEMPTION_FACTOR, Flex
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, Request
 from trims_shim.batching.rules import duration_ns
-from trims_shim.batching.simulator.report import percentile
+from trims_shim.batching.statistics import percentiles
 
 __all__ = ["FlexBatcher", "PreemptionStats"]
 
-_NS_PER_MS = 1_000_000
 _NS_PER_S = 1e9
 
 
@@ -185,12 +184,12 @@ class FlexBatcher(Batcher[str, Any]):
         dispatch = next(iter(self._engine.dispatches()), None)
         if not isinstance(dispatch, FlexDispatch):  # before the first request
             return PreemptionStats(0, 0.0, 0.0, 0.0)
-        stops_ns = sorted(dispatch.stops_ns.copy())
+        stops = percentiles(dispatch.stops_ns.copy())
         return PreemptionStats(
             preemptions=dispatch.preemptions,
             wasted_s=dispatch.wasted_ns / _NS_PER_S,
-            stop_p50_ms=percentile(stops_ns, 0.50) / _NS_PER_MS,
-            stop_p99_ms=percentile(stops_ns, 0.99) / _NS_PER_MS,
+            stop_p50_ms=stops.p50_ms,
+            stop_p99_ms=stops.p99_ms,
         )
 
     def stage_stats(self) -> NoReturn:
