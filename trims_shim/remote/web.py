@@ -138,7 +138,7 @@ class WebFiles:
                     continue
                 seen.add(place)
                 if len(seen) > _FOLDER_LIMIT:
-                    raise RemoteError(f"{shown(folder)} has more than {_FOLDER_LIMIT} files")
+                    raise RemoteError(f"{shown(self._url)} has more than {_FOLDER_LIMIT} files")
                 if target.endswith("/"):
                     pages.append(target)
                 else:
