@@ -6,25 +6,14 @@ Each decoding writes the weights that the latents stand for into that network. S
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_device import DevicePoint
-from trims_shim.patches.torch_unshare import unshare_module
+from trims_shim.patches.torch_unshare import writing_module
 
 __all__ = ["POINTS"]
 
 
-def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def decode(self: Any, *args: Any, **kwargs: Any) -> Any:
-        unshare_module(self.mlp, "decode")
-        return original(self, *args, **kwargs)
-
-    return decode
-
+_wrap = writing_module("decode", lambda renderer: renderer.mlp)
 
 POINTS: tuple[PatchPoint, ...] = (
     DevicePoint("diffusers.pipelines.shap_e.renderer:ShapERenderer.decode_to_image", "0.42", _wrap),

@@ -12,7 +12,7 @@ from typing import Any
 
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_device import DevicePoint
-from trims_shim.patches.torch_unshare import unshare_module
+from trims_shim.patches.torch_unshare import unshare_module, writing_module
 
 __all__ = ["POINTS"]
 
@@ -26,26 +26,16 @@ def _wrap_update(original: Callable[..., Any]) -> Callable[..., Any]:
     return update_moving_average
 
 
-def _wrap_copy(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return what wraps a method that copies into the module of this name."""
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def copy(self: Any) -> Any:
-            unshare_module(getattr(self, name), "average")
-            return original(self)
-
-        return copy
-
-    return wrap
-
-
 POINTS: tuple[PatchPoint, ...] = (
     DevicePoint("ema_pytorch.ema_pytorch:EMA.update_moving_average", "0.8", _wrap_update),
     DevicePoint(
-        "ema_pytorch.ema_pytorch:EMA.copy_params_from_model_to_ema", "0.8", _wrap_copy("ema_model")
+        "ema_pytorch.ema_pytorch:EMA.copy_params_from_model_to_ema",
+        "0.8",
+        writing_module("average", lambda average: average.ema_model),
     ),
     DevicePoint(
-        "ema_pytorch.ema_pytorch:EMA.copy_params_from_ema_to_model", "0.8", _wrap_copy("model")
+        "ema_pytorch.ema_pytorch:EMA.copy_params_from_ema_to_model",
+        "0.8",
+        writing_module("average", lambda average: average.model),
     ),
 )

@@ -6,25 +6,14 @@ lycoris-lora 4.1.3, ``LycorisBaseModule`` in lycoris/modules/base.py.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_device import DevicePoint
-from trims_shim.patches.torch_unshare import unshare_module
+from trims_shim.patches.torch_unshare import writing_module
 
 __all__ = ["POINTS"]
 
 
-def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def write(self: Any, *args: Any, **kwargs: Any) -> Any:
-        unshare_module(self.org_module[0], "merge")
-        return original(self, *args, **kwargs)
-
-    return write
-
+_wrap = writing_module("merge", lambda adapter: adapter.org_module[0])
 
 POINTS: tuple[PatchPoint, ...] = (
     DevicePoint("lycoris.modules.base:LycorisBaseModule.merge_to", "4.1.3", _wrap),

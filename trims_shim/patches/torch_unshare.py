@@ -200,14 +200,19 @@ def writing_tensor(keyword: str, why: str) -> Callable[[Callable[..., Any]], Cal
     return wrap
 
 
-def writing_module(why: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return what wraps a function, or a method, that writes the tensors of the module given."""
+def writing_module(
+    why: str, of: Callable[[Any], Any] = lambda own: own
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what wraps a function, or a method, that writes the tensors of a module.
+
+    It is ``of`` the first argument; by default that itself.
+    """
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def write(module: Any, *args: Any, **kwargs: Any) -> Any:
-            unshare_module(module, why)
-            return original(module, *args, **kwargs)
+        def write(own: Any, *args: Any, **kwargs: Any) -> Any:
+            unshare_module(of(own), why)
+            return original(own, *args, **kwargs)
 
         return write
 
