@@ -18,6 +18,7 @@ import unittest.mock
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import blake3
@@ -177,9 +178,10 @@ class _Hidden:
         raise AttributeError("hidden")
 
 
+OF_LOADING = (*torch_load.POINTS[:2], *torch_module.POINTS[:1])
+"""Points of programs that load weights into modules."""
 OF_TRAINING = (
-    *torch_load.POINTS[:2],
-    *torch_module.POINTS[:1],
+    *OF_LOADING,
     *torch_unshare.POINTS[:-1],
     *torch_initializers.POINTS,
 )
@@ -200,10 +202,23 @@ def library(monkeypatch: pytest.MonkeyPatch, name: str, *stand_ins: Any) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        module = types.ModuleType(name)
-        vars(module).update({each.__name__: each for each in stand_ins})
-        monkeypatch.setitem(sys.modules, name, module)
-        return module
+        return stand_in(monkeypatch, name, *stand_ins)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, *stand_ins: Any) -> Any:
+    """A library's module as made of stand-ins, installed or not."""
+    module = types.ModuleType(name)
+    vars(module).update({each.__name__: each for each in stand_ins})
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+def share(module: torch.nn.Module, folder: Path) -> None:
+    """Put the weights of a module on shared memory, by way of a file."""
+    path = folder / "weights.pt"
+    torch.save(module.state_dict(), path)
+    module.load_state_dict(torch.load(path, map_location="cuda"))
+    assert shared(max(module.parameters(), key=torch.Tensor.numel))
 
 
 def shared(tensor: torch.Tensor) -> bool:

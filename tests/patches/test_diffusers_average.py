@@ -10,10 +10,10 @@ from typing import Any
 import devices as emulation
 import pytest
 import torch
-from devices import shared
+from devices import share
 from torch import nn
 
-from trims_shim.patches import diffusers_average, torch_load, torch_module
+from trims_shim.patches import diffusers_average
 
 SIDE = 256
 
@@ -39,35 +39,28 @@ class EMAModel:
 def average_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The class."""
     module = emulation.library(monkeypatch, "diffusers.training_utils", EMAModel)
-    points = *torch_load.POINTS[:2], *torch_module.POINTS[:1], *diffusers_average.POINTS
+    points = *emulation.OF_LOADING, *diffusers_average.POINTS
     with emulation.emulated(monkeypatch, *points):
         yield module.EMAModel
 
 
 @pytest.fixture
-def path(average_of: Any, tmp_path: Path) -> Path:
-    path = tmp_path / "model.pt"
-    torch.save(nn.Linear(SIDE, SIDE).state_dict(), path)
-    return path
-
-
-def sharing(path: Path) -> nn.Linear:
+def ours(average_of: Any, tmp_path: Path) -> nn.Linear:
     """A module on shared memory."""
     layer = nn.Linear(SIDE, SIDE)
-    layer.load_state_dict(torch.load(path, map_location="cuda"))
-    assert shared(layer.weight)
+    share(layer, tmp_path)
     return layer
 
 
-def test_averages_for_inference(average_of: Any, path: Path) -> None:
-    theirs, ours = nn.Linear(SIDE, SIDE), sharing(path)
+def test_averages_for_inference(average_of: Any, ours: nn.Linear) -> None:
+    theirs = nn.Linear(SIDE, SIDE)
     average_of(theirs.parameters()).copy_to(ours.parameters())
     assert torch.equal(ours.weight, theirs.weight)
     assert torch.equal(ours.bias, theirs.bias)
 
 
-def test_weights_that_are_restored(average_of: Any, path: Path) -> None:
-    theirs, ours = nn.Linear(SIDE, SIDE), sharing(path)
+def test_weights_that_are_restored(average_of: Any, ours: nn.Linear) -> None:
+    theirs = nn.Linear(SIDE, SIDE)
     average = average_of(theirs.parameters())
     average.store(theirs.parameters())
     average.restore(ours.parameters())

@@ -13,7 +13,7 @@ import torch
 from devices import shared
 from torch import nn
 
-from trims_shim.patches import diffusers_inversion, torch_load, torch_module
+from trims_shim.patches import diffusers_inversion
 
 SIDE = 256
 
@@ -75,7 +75,7 @@ def loader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module = emulation.library(
         monkeypatch, "diffusers.loaders.textual_inversion", TextualInversionLoaderMixin
     )
-    points = *torch_load.POINTS[:2], *torch_module.POINTS[:1], *diffusers_inversion.POINTS
+    points = *emulation.OF_LOADING, *diffusers_inversion.POINTS
     with emulation.emulated(monkeypatch, *points):
         loader = module.TextualInversionLoaderMixin()
         loader.hf_device_map, loader.components = None, {}

@@ -13,7 +13,7 @@ import torch
 from devices import shared
 from torch import nn
 
-from trims_shim.patches import diffusers_shap_e, torch_load, torch_module
+from trims_shim.patches import diffusers_shap_e
 
 SIDE = 256
 NAME = "nerstf.mlp.1.weight"
@@ -41,7 +41,7 @@ class ShapERenderer(nn.Module):
 @pytest.fixture
 def renderer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     module = emulation.library(monkeypatch, "diffusers.pipelines.shap_e.renderer", ShapERenderer)
-    points = *torch_load.POINTS[:2], *torch_module.POINTS[:1], *diffusers_shap_e.POINTS
+    points = *emulation.OF_LOADING, *diffusers_shap_e.POINTS
     with emulation.emulated(monkeypatch, *points):
         made = module.ShapERenderer(param_names=(NAME,), param_shapes=((SIDE, SIDE),), d_latent=8)
         torch.save(made.state_dict(), tmp_path / "renderer.pt")

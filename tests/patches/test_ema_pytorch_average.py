@@ -11,10 +11,10 @@ from typing import Any
 import devices as emulation
 import pytest
 import torch
-from devices import shared
+from devices import share, shared
 from torch import nn
 
-from trims_shim.patches import ema_pytorch_average, torch_load, torch_module
+from trims_shim.patches import ema_pytorch_average
 
 SIDE = 256
 
@@ -45,20 +45,15 @@ class EMA(nn.Module):
 def average_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The class."""
     module = emulation.library(monkeypatch, "ema_pytorch.ema_pytorch", EMA)
-    points = *torch_load.POINTS[:2], *torch_module.POINTS[:1], *ema_pytorch_average.POINTS
+    points = *emulation.OF_LOADING, *ema_pytorch_average.POINTS
     with emulation.emulated(monkeypatch, *points):
         yield module.EMA
 
 
-def share(layer: nn.Linear, path: Path) -> None:
-    torch.save(nn.Linear(SIDE, SIDE).state_dict(), path)
-    layer.load_state_dict(torch.load(path, map_location="cuda"))
-    assert shared(layer.weight)
-
-
 def test_an_average_that_is_resumed(average_of: Any, tmp_path: Path) -> None:
     average = average_of(nn.Linear(SIDE, SIDE))
-    share(average.ema_model, tmp_path / "average.pt")
+    average.ema_model.reset_parameters()
+    share(average.ema_model, tmp_path)
     expected = average.ema_model.weight.lerp(average.model.weight, 0.5)
     average.update_moving_average(average.ema_model, average.model, current_decay=0.5)
     assert torch.equal(average.ema_model.weight, expected)
@@ -66,14 +61,16 @@ def test_an_average_that_is_resumed(average_of: Any, tmp_path: Path) -> None:
 
 def test_an_average_that_begins_anew(average_of: Any, tmp_path: Path) -> None:
     average = average_of(nn.Linear(SIDE, SIDE))
-    share(average.ema_model, tmp_path / "average.pt")
+    average.ema_model.reset_parameters()
+    share(average.ema_model, tmp_path)
     average.copy_params_from_model_to_ema()
     assert torch.equal(average.ema_model.weight, average.model.weight)
 
 
 def test_averages_for_the_model(average_of: Any, tmp_path: Path) -> None:
     average = average_of(nn.Linear(SIDE, SIDE))
-    share(average.model, tmp_path / "model.pt")
+    average.model.reset_parameters()
+    share(average.model, tmp_path)
     average.copy_params_from_ema_to_model()
     assert torch.equal(average.model.weight, average.ema_model.weight)
     assert not shared(average.model.weight)

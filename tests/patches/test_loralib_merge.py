@@ -10,10 +10,10 @@ from typing import Any
 import devices as emulation
 import pytest
 import torch
-from devices import shared
+from devices import share, shared
 from torch import nn
 
-from trims_shim.patches import loralib_merge, torch_load, torch_module
+from trims_shim.patches import loralib_merge
 
 SIDE = 256
 
@@ -70,17 +70,16 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module."""
     stand_ins = Embedding, Linear, MergedLinear, ConvLoRA, Conv2d
     module = emulation.library(monkeypatch, "loralib.layers", *stand_ins)
-    points = *torch_load.POINTS[:2], *torch_module.POINTS[:1], *loralib_merge.POINTS
+    points = *emulation.OF_LOADING, *loralib_merge.POINTS
     with emulation.emulated(monkeypatch, *points):
         yield module
 
 
-def sharing(layer: Any, path: Path) -> torch.Tensor:
+def sharing(layer: Any, folder: Path) -> torch.Tensor:
     """The base weight of a layer that is put on shared memory, with adapters that change it."""
     nn.init.normal_(layer.lora_A)
     nn.init.normal_(layer.lora_B)
-    torch.save(layer.state_dict(), path)
-    layer.load_state_dict(torch.load(path, map_location="cuda"))
+    share(layer, folder)
     weight: torch.Tensor = getattr(layer, "conv", layer).weight
     assert shared(weight)
     return weight
@@ -99,7 +98,7 @@ def test_merging_for_inference(
     layers: Any, tmp_path: Path, make: Callable[[Any], nn.Module]
 ) -> None:
     layer = make(layers)
-    weight = sharing(layer, tmp_path / "layer.pt")
+    weight = sharing(layer, tmp_path)
     before = weight.detach().clone()
     layer.train(False)
     assert not shared(weight)
@@ -111,7 +110,7 @@ def test_merging_for_inference(
 def test_merged_weights_that_were_loaded_again(layers: Any, tmp_path: Path) -> None:
     layer = layers.Linear(SIDE, SIDE, r=4)
     layer.train(False)
-    weight = sharing(layer, tmp_path / "layer.pt")
+    weight = sharing(layer, tmp_path)
     before = weight.detach().clone()
     layer.train()
     assert not torch.equal(weight, before)
@@ -120,8 +119,7 @@ def test_merged_weights_that_were_loaded_again(layers: Any, tmp_path: Path) -> N
 @pytest.mark.parametrize("options", [{"r": 4, "merge_weights": False}, {"r": 0}], ids=str)
 def test_what_is_not_merged_stays_shared(layers: Any, tmp_path: Path, options: Any) -> None:
     layer = layers.Linear(SIDE, SIDE, **options)
-    torch.save(layer.state_dict(), tmp_path / "layer.pt")
-    layer.load_state_dict(torch.load(tmp_path / "layer.pt", map_location="cuda"))
+    share(layer, tmp_path)
     layer.train(False)
     layer.train()
     assert shared(layer.weight)
@@ -129,6 +127,6 @@ def test_what_is_not_merged_stays_shared(layers: Any, tmp_path: Path, options: A
 
 def test_training_of_what_is_not_merged_keeps_sharing(layers: Any, tmp_path: Path) -> None:
     layer = layers.Linear(SIDE, SIDE, r=4)
-    weight = sharing(layer, tmp_path / "layer.pt")
+    weight = sharing(layer, tmp_path)
     layer.train()
     assert shared(weight)

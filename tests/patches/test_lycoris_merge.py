@@ -3,19 +3,16 @@ does."""
 
 from __future__ import annotations
 
-import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import devices as emulation
 import pytest
 import torch
-from devices import shared
+from devices import share
 from torch import nn
 
-from trims_shim.patches import lycoris_merge, points, torch_load, torch_module
+from trims_shim.patches import lycoris_merge, points
 
 SIDE = 256
 
@@ -42,20 +39,12 @@ class LycorisBaseModule(nn.Module):
 @pytest.fixture
 def layer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[nn.Linear]:
     """A module on shared memory."""
-    module: Any = types.ModuleType("lycoris.modules.base")
-    module.LycorisBaseModule = LycorisBaseModule
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    wanted = *torch_load.POINTS[:2], *torch_module.POINTS[:1], *lycoris_merge.POINTS
+    emulation.stand_in(monkeypatch, "lycoris.modules.base", LycorisBaseModule)
+    wanted = *emulation.OF_LOADING, *lycoris_merge.POINTS
     with emulation.emulated(monkeypatch, *wanted):
         layer = nn.Linear(SIDE, SIDE)
-        load(layer, tmp_path)
+        share(layer, tmp_path)
         yield layer
-
-
-def load(layer: nn.Linear, folder: Path) -> None:
-    torch.save(layer.state_dict(), folder / "layer.pt")
-    layer.load_state_dict(torch.load(folder / "layer.pt", map_location="cuda"))
-    assert shared(layer.weight)
 
 
 def test_merging_for_good(layer: nn.Linear) -> None:
@@ -69,7 +58,7 @@ def test_merging_for_a_while(layer: nn.Linear, tmp_path: Path) -> None:
     adapter = LycorisBaseModule(layer)
     adapter.onfly_merge()
     assert torch.equal(layer.weight, before + 1)
-    load(layer, tmp_path)
+    share(layer, tmp_path)
     adapter.onfly_restore()
     assert torch.equal(layer.weight, before)
 

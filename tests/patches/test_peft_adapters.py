@@ -17,7 +17,7 @@ import torch
 from devices import shared
 from torch import nn
 
-from trims_shim.patches import peft_adapters, torch_load, torch_module
+from trims_shim.patches import peft_adapters
 
 SIDE = 256
 
@@ -71,7 +71,7 @@ def peft(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name, stand_in in kinds.items():
         module = emulation.library(monkeypatch, name, stand_in)
         vars(found)[stand_in.__name__] = vars(module)[stand_in.__name__]
-    points = *torch_load.POINTS[:2], *torch_module.POINTS[:1], *peft_adapters.POINTS
+    points = *emulation.OF_LOADING, *peft_adapters.POINTS
     with emulation.emulated(monkeypatch, *points) as devices:
         found.devices = devices
         yield found

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as checkpoint
 from devices import Devices, events, shared
 from torch import nn
 
-from trims_shim.patches import torch_checkpoint, torch_load, torch_module
+from trims_shim.patches import torch_checkpoint
 
 SIDE = 256
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
 def devices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Devices]:
     emulation.let_swap(monkeypatch, request.param)
     with emulation.emulated(
-        monkeypatch, *torch_load.POINTS[:2], *torch_module.POINTS[:1], *torch_checkpoint.POINTS
+        monkeypatch, *emulation.OF_LOADING, *torch_checkpoint.POINTS
     ) as devices:
         yield devices
 

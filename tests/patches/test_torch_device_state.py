@@ -24,7 +24,6 @@ from trims_shim.patches import (
     points,
     torch_device,
     torch_device_elision,
-    torch_load,
     torch_module,
     torch_repoint,
     torch_unshare,
@@ -38,7 +37,7 @@ LARGE_PARAMETERS = {"first.weight", "second.weight"}
 def devices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Devices]:
     emulation.let_swap(monkeypatch, request.param)
     with emulation.emulated(
-        monkeypatch, *torch_load.POINTS[:2], *torch_module.POINTS[:1], *torch_unshare.POINTS[:-1]
+        monkeypatch, *emulation.OF_LOADING, *torch_unshare.POINTS[:-1]
     ) as devices:
         yield devices
     assert not [each for each in emulation.all_events() if each.startswith("elision_error")]

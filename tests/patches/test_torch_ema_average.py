@@ -10,10 +10,10 @@ from typing import Any
 import devices as emulation
 import pytest
 import torch
-from devices import shared
+from devices import share
 from torch import nn
 
-from trims_shim.patches import torch_ema_average, torch_load, torch_module
+from trims_shim.patches import torch_ema_average
 
 SIDE = 256
 
@@ -45,7 +45,7 @@ class ExponentialMovingAverage:
 def average_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The class."""
     module = emulation.library(monkeypatch, "torch_ema.ema", ExponentialMovingAverage)
-    points = *torch_load.POINTS[:2], *torch_module.POINTS[:1], *torch_ema_average.POINTS
+    points = *emulation.OF_LOADING, *torch_ema_average.POINTS
     with emulation.emulated(monkeypatch, *points):
         yield module.ExponentialMovingAverage
 
@@ -54,9 +54,7 @@ def average_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def ours(average_of: Any, tmp_path: Path) -> nn.Linear:
     """A module on shared memory."""
     layer = nn.Linear(SIDE, SIDE)
-    torch.save(nn.Linear(SIDE, SIDE).state_dict(), tmp_path / "model.pt")
-    layer.load_state_dict(torch.load(tmp_path / "model.pt", map_location="cuda"))
-    assert shared(layer.weight)
+    share(layer, tmp_path)
     return layer
 
 

@@ -25,8 +25,6 @@ from trims_shim.client import arenas
 from trims_shim.errors import NoSpace
 from trims_shim.patches import (
     torch_device,
-    torch_load,
-    torch_module,
     torch_module_move,
     torch_unshare,
 )
@@ -38,7 +36,7 @@ SIDE = 256  # SIDE * SIDE float32 are four times what is shared at least
 @pytest.fixture(params=emulation.BOTH_WAYS)
 def devices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Devices]:
     emulation.let_swap(monkeypatch, request.param)
-    points = *torch_load.POINTS[:2], *torch_module.POINTS[:1], *torch_module_move.POINTS
+    points = *emulation.OF_LOADING, *torch_module_move.POINTS
     with emulation.emulated(monkeypatch, *points) as devices, ToCuda():
         yield devices
     assert "internal_error" not in reasons()

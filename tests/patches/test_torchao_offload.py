@@ -3,8 +3,6 @@ GPU to be made; the stand-in writes as torchao 0.18 does."""
 
 from __future__ import annotations
 
-import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,10 @@ from typing import Any
 import devices as emulation
 import pytest
 import torch
-from devices import shared
+from devices import share, shared
 from torch import nn
 
-from trims_shim.patches import points, torch_load, torch_module, torchao_offload
+from trims_shim.patches import points, torchao_offload
 
 SIDE = 256
 
@@ -34,16 +32,12 @@ class CPUOffloadOptimizer:
             on_device.copy_(on_host)
 
 
-@pytest.fixture
-def path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Weights of a layer, which may be shared."""
-    module: Any = types.ModuleType("torchao.optim.cpu_offload")
-    module.CPUOffloadOptimizer = CPUOffloadOptimizer
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    torch.save(nn.Linear(SIDE, SIDE).state_dict(), tmp_path / "layer.pt")
-    wanted = *torch_load.POINTS[:2], *torch_module.POINTS[:1], *torchao_offload.POINTS
+@pytest.fixture(autouse=True)
+def _emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    emulation.stand_in(monkeypatch, "torchao.optim.cpu_offload", CPUOffloadOptimizer)
+    wanted = *emulation.OF_LOADING, *torchao_offload.POINTS
     with emulation.emulated(monkeypatch, *wanted):
-        yield tmp_path / "layer.pt"
+        yield
 
 
 def train(layer: nn.Linear, optimizer: Any) -> None:
@@ -51,22 +45,20 @@ def train(layer: nn.Linear, optimizer: Any) -> None:
     optimizer.step()
 
 
-def test_what_is_trained_becomes_private(path: Path) -> None:
+def test_what_is_trained_becomes_private(tmp_path: Path) -> None:
     ours, theirs = nn.Linear(SIDE, SIDE), nn.Linear(SIDE, SIDE)
-    ours.load_state_dict(torch.load(path, map_location="cuda"))
-    theirs.load_state_dict({name: each.clone() for name, each in ours.state_dict().items()})
-    assert shared(ours.weight)
+    theirs.load_state_dict(ours.state_dict())
+    share(ours, tmp_path)
     train(ours, CPUOffloadOptimizer(ours.parameters(), torch.optim.SGD, lr=0.1))
     train(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1))
     assert torch.equal(ours.weight, theirs.weight)
     assert not shared(ours.weight)
 
 
-def test_weights_that_the_optimizer_was_made_before(path: Path) -> None:
+def test_weights_that_the_optimizer_was_made_before(tmp_path: Path) -> None:
     layer = nn.Linear(SIDE, SIDE)
     optimizer = CPUOffloadOptimizer(layer.parameters(), torch.optim.SGD, lr=0.1)
-    layer.load_state_dict(torch.load(path, map_location="cuda"))
-    assert shared(layer.weight)
+    share(layer, tmp_path)
     train(layer, optimizer)
     assert not shared(layer.weight)
 

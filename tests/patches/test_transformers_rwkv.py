@@ -10,7 +10,7 @@ import pytest
 import torch
 from devices import Devices, shared
 
-from trims_shim.patches import torch_load, torch_module, transformers_rwkv
+from trims_shim.patches import transformers_rwkv
 
 modeling = pytest.importorskip("transformers.models.rwkv.modeling_rwkv")
 
@@ -20,7 +20,7 @@ SIDE = 256
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
     with emulation.emulated(
-        monkeypatch, *torch_load.POINTS[:2], *torch_module.POINTS[:1], *transformers_rwkv.POINTS
+        monkeypatch, *emulation.OF_LOADING, *transformers_rwkv.POINTS
     ) as devices:
         yield devices
 
