@@ -22,6 +22,7 @@ LAYERS = (
         "specs",
         "config",
         "memory.limits",
+        "naming",
         "printable",
         "stack",
         "suggestions",

@@ -16,6 +16,7 @@ from trims_shim.batching.profiles.profile_json import LARGEST_SIZE
 from trims_shim.batching.profiles.profile_store import load_profile
 from trims_shim.config import load_toml
 from trims_shim.errors import FormatError
+from trims_shim.naming import naming
 from trims_shim.planner import HostedModel, Option, Problem, Stream
 from trims_shim.suggestions import did_you_mean
 
@@ -149,7 +150,7 @@ def _measured(entry: _Table) -> LatencyProfile:
 
 def _parsed(path: str) -> Any:
     kind, load = ("JSON", json.load) if path.endswith(".json") else ("TOML", load_toml)
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         try:
             return load(file)
         except (ValueError, RecursionError) as error:

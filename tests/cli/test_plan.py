@@ -296,3 +296,24 @@ def test_bad_words_are_wrong_usage(
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "herd", "/nowhere.toml"]) == Exit.FAILED
     assert capsys.readouterr().err == "trims: /nowhere.toml: No such file or directory\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "herd"],
+        ["plan", "proteus"],
+        ["plan", "ensemble"],
+        ["batch", "simulate", "--profile"],
+        ["batch", "simulate", "--line", "2,20", "--trace"],
+    ],
+    ids=" ".join,
+)
+def test_a_file_that_cannot_be_read_is_named(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It can be opened: reading fails."""
+    path = tmp_path / "memory.json"
+    path.symlink_to("/proc/self/mem")
+    assert main([*words, str(path)]) == Exit.FAILED
+    assert capsys.readouterr().err == f"trims: {path}: Input/output error\n"

@@ -30,6 +30,7 @@ from trims_shim.batching.simulator import (
 )
 from trims_shim.batching.single import Batching
 from trims_shim.errors import ConfigError, FormatError
+from trims_shim.naming import naming
 
 __all__ = ["Setup", "made_up", "policies", "rate_of", "read_requests", "slo_ns_of", "trace"]
 
@@ -210,7 +211,7 @@ def trace(arguments: argparse.Namespace) -> list[Request]:
 
 def read_requests(path: str, *, slo_ms: float | None = None, key: Hashable = None) -> list[Request]:
     """The requests of one file. Raises OSError, and FormatError for a file that is no trace."""
-    with open(path, encoding="utf-8") as file:
+    with naming(path), open(path, encoding="utf-8") as file:
         try:
             return list(read_trace(file, slo_ms=slo_ms, key=key))
         except ValueError as error:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trims_shim.errors import CorruptFile, TruncatedFile, UnsupportedFormat
+from trims_shim.naming import naming
 
 __all__ = ["LARGEST_SIZE", "JsonFormat", "largest_of", "latencies_of", "target_of"]
 
@@ -41,7 +42,7 @@ class JsonFormat:
     def read(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """The fields of the file, unchecked. Raises OSError and FormatError."""
         name = os.fspath(path)
-        with open(name, "rb") as file:
+        with naming(name), open(name, "rb") as file:
             content = file.read(_LIMIT_BYTES + 1)
         # Far more than any profile: not ours, and not worth decoding.
         if len(content) > _LIMIT_BYTES:
