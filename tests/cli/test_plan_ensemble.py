@@ -121,6 +121,7 @@ def test_samples_of_the_users_own(capsys: pytest.CaptureFixture[str]) -> None:
             "'tpu' is no device",
         ),
         (["missing.json"], Exit.FAILED, "missing.json"),
+        (["/tmp"], Exit.USAGE, "'/tmp' is neither MODULE:NAME, such as app:members, nor a .json"),
     ],
 )
 def test_what_cannot_be(

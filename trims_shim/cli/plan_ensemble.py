@@ -56,6 +56,10 @@ def _problem(arguments: argparse.Namespace) -> Problem:
                 "--repeats are for members"
             )
         return load_problem(arguments.members)
+    if ":" not in arguments.members:
+        raise ConfigError(
+            f"{arguments.members!r} is neither MODULE:NAME, such as app:members, nor a .json file"
+        )
     if not arguments.item and not arguments.shape:
         raise ConfigError("members are measured with samples: give --shape or --item")
     import_from_here()
