@@ -211,11 +211,13 @@ def test_closed_streams_are_no_error(warmed: Trims) -> None:
             assert (done.returncode, done.stderr) == (Exit.OK, "")
 
 
-def test_stdout_without_room_is_named(warmed: Trims) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["info"], ["--help"], ["--version"], ["plan", "herd", "-h"]])
+def test_stdout_without_room_is_named(words: list[str], unbuffered: str, trims: Trims) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "trims_shim", "info"],
-            env=warmed.environment,
+            [sys.executable, "-m", "trims_shim", *words],
+            env=trims.environment | {"PYTHONUNBUFFERED": unbuffered},
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
@@ -226,6 +228,23 @@ def test_stdout_without_room_is_named(warmed: Trims) -> None:
         Exit.FAILED,
         "trims: stdout: No space left on device\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "status"), [(["status"], Exit.NO_DAEMON), (["nothing"], Exit.USAGE)]
+)
+def test_stderr_without_room_changes_no_status(
+    words: list[str], status: Exit, trims: Trims
+) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "trims_shim", *words],
+            env=trims.environment,
+            stderr=full,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == status
 
 
 @pytest.mark.parametrize(

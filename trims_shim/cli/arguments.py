@@ -6,6 +6,7 @@ Imports nothing heavy.
 from __future__ import annotations
 
 import argparse
+import sys
 import textwrap
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -44,6 +45,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End with the usage and the message."""
         super().error(f"{message}\nMore: `{self.prog} --help`")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Of help and version: argparse keeps to itself that they could not be written."""
+        if file is sys.stdout:
+            print(message, end="", flush=True)
+        else:
+            super()._print_message(message, file)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:

@@ -9,6 +9,7 @@ measured may start a daemon.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import importlib
 import io
@@ -109,7 +110,8 @@ def _complain(error: BaseException, code: Exit) -> Exit:
     if str(error) != _activate.config_problem:
         # Of libraries, some messages have several lines.
         text = "\n".join(map(printable, _text(error).split("\n")))
-        print(f"trims: {text}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # The status is still to be had if stderr is full.
+            print(f"trims: {text}", file=sys.stderr)
     _log.debug("this ended the command", exc_info=error)
     return code
 
