@@ -431,7 +431,7 @@ def test_exchange_gives_the_one_before_back() -> None:
     ids=["another protocol", "no token"],
 )
 def test_a_daemon_that_speaks_otherwise(welcome: messages.Welcome) -> None:
-    with pytest.raises(IncompatibleDaemon, match=r"9\.9.*trims stop"):
+    with pytest.raises(IncompatibleDaemon, match=r"9\.9.*let the daemon's user run `trims stop`"):
         check_protocol(welcome)
     check_protocol(WELCOME)
 
@@ -475,7 +475,7 @@ def test_an_older_daemon_that_may_not_be_replaced_is_not_waited_for(
     daemon.join(PATIENCE_S)
     assert [str(error) for error in errors] == [
         "daemon 1 (trims_shim 0.0.1) is older than this process and could not be replaced; "
-        "run `trims stop`"
+        "let its user run `trims stop`"
     ]
     assert heard == ["Hello", "Hello", "Hello", "DrainRequest", "Hello"]
 

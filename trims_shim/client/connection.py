@@ -511,7 +511,8 @@ def check_protocol(welcome: messages.Welcome) -> None:
         raise IncompatibleDaemon(
             f"the daemon (trims_shim {welcome.package}, protocol {welcome.protocol}) "
             f"and this process (trims_shim {__version__}, protocol "
-            f"{messages.PROTOCOL_VERSION}) do not understand each other; run `trims stop`"
+            f"{messages.PROTOCOL_VERSION}) do not understand each other; let the daemon's user "
+            "run `trims stop`"
         )
 
 

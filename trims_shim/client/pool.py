@@ -247,7 +247,7 @@ class Pool:
                 if time.monotonic() > deadline:
                     raise IncompatibleDaemon(
                         f"daemon {welcome.pid} (trims_shim {welcome.package}) does not make room; "
-                        "run `trims stop`"
+                        "let its user run `trims stop`"
                     )
                 time.sleep(0.01)
         except DaemonUnavailable:
@@ -272,7 +272,7 @@ def _check_age(welcome: messages.Welcome) -> None:
     if is_older(welcome):
         raise _OlderDaemon(
             f"daemon {welcome.pid} (trims_shim {welcome.package}) is older than this process and "
-            "could not be replaced; run `trims stop`"
+            "could not be replaced; let its user run `trims stop`"
         )
     check_protocol(welcome)
 
