@@ -280,6 +280,13 @@ def test_each_kind_of_redirect_is_followed(
     assert read(url) == CONTENT
 
 
+def test_redirects_without_end_are_named(web: WebServer) -> None:
+    url = web.put("vit.pt", status=302, location="/there")
+    web.put("there", status=302, location="/vit.pt")
+    with pytest.raises(RemoteUnreachable, match=r"vit\.pt: .* 302 Found, and leads .* without end"):
+        looked(url)
+
+
 def test_a_redirect_to_a_local_file_is_refused(web: WebServer) -> None:
     url = web.put("vit.pt", status=302, location="file:///etc/passwd")
     with pytest.raises(RemoteUnreachable, match="302"):

@@ -317,6 +317,8 @@ def _said(status: int) -> str:
 
 def _meaning(error: urllib.error.HTTPError, url: str) -> Exception:
     said = _said(error.code)
+    if error.msg.startswith(_Redirects.inf_msg):
+        said += ", and leads from one place to the next without end"
     if error.code in _GONE:
         return FileNotFoundError(errno.ENOENT, f"the server says {said}", shown(url))
     if error.code in _REFUSED:
