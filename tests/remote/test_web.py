@@ -22,6 +22,7 @@ import pytest
 
 from trims_shim.errors import RemoteError, RemoteUnreachable
 from trims_shim.remote import web as module
+from trims_shim.remote.downloading import download
 from trims_shim.remote.listing import RemoteFile
 from trims_shim.remote.streams import STREAMS
 from trims_shim.remote.web import WebFiles, _password, _Redirects
@@ -149,6 +150,19 @@ def test_a_server_that_stays_busy_is_given_up(
     with pytest.raises(RemoteUnreachable, match="429 Too Many Requests"):
         looked(web.put("vit.pt", CONTENT, busy=(left := list(busy))))
     assert not left
+
+
+def test_a_server_that_stays_busy_is_given_up_by_a_download_at_once(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Found: downloads tried again whatever had been tried, and asked 16 times."""
+    monkeypatch.setattr(time, "sleep", lambda pause_s: None)
+    files = WebFiles(web.put("vit.pt", CONTENT))
+    listing = files.list()
+    web.files["vit.pt"].busy = (left := [None] * 20)
+    with pytest.raises(RemoteUnreachable, match="429 Too Many Requests"):
+        download(files, listing, str(tmp_path), progress=lambda _: None, make_room=lambda _: None)
+    assert len(left) == 20 - 4
 
 
 @pytest.mark.parametrize("where", ["socket.create_connection", "http.client.HTTPResponse.read"])

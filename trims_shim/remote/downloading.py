@@ -19,7 +19,7 @@ from trims_shim.errors import RemoteUnreachable
 from trims_shim.remote.listing import Listing, RemoteFile, shown
 from trims_shim.remote.streams import in_order
 
-__all__ = ["PART_BYTES", "Remote", "Source", "download"]
+__all__ = ["PART_BYTES", "GivenUp", "Remote", "Source", "download"]
 
 PART_BYTES = 8 << 20
 """What one stream reads at once; so much memory is taken for each."""
@@ -30,6 +30,10 @@ _ROOM_BYTES = 64 << 20
 """A file whose size nobody knows is given at most this much room at a time."""
 _TRIES = 4
 _FIRST_PAUSE_S = 0.25
+
+
+class GivenUp(RemoteUnreachable):
+    """No answer comes, and a source has asked often enough already: it is not tried again."""
 
 
 class Source(Protocol):
@@ -101,6 +105,8 @@ def _complete(
         try:
             _append(source, file, out, progress, make_room)
             return
+        except GivenUp:
+            raise
         except RemoteUnreachable:
             # As long as it goes on after where it ended, there may be any number of ends.
             failures = 1 if file.is_seekable and out.tell() > start else failures + 1

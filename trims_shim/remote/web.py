@@ -30,6 +30,7 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 from trims_shim import diagnostics
 from trims_shim._version import __version__
 from trims_shim.errors import RemoteError, RemoteUnreachable
+from trims_shim.remote.downloading import GivenUp
 from trims_shim.remote.listing import Listing, RemoteFile, name_of, shown
 from trims_shim.remote.streams import in_order
 
@@ -319,6 +320,8 @@ def _meaning(error: urllib.error.HTTPError, url: str) -> Exception:
     said = _said(error.code)
     if error.msg.startswith(_Redirects.inf_msg):
         said += ", and leads from one place to the next without end"
+    if error.code in _BUSY:
+        return GivenUp(f"{shown(url)}: the server says {said}")
     if error.code in _GONE:
         return FileNotFoundError(errno.ENOENT, f"the server says {said}", shown(url))
     if error.code in _REFUSED:
