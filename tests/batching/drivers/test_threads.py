@@ -180,6 +180,24 @@ def interrupt_main() -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
+@contextlib.contextmanager
+def interrupted_wait(
+    batcher: Batcher[int, int], meanwhile: Callable[[], object] = lambda: None
+) -> Iterator[None]:
+    """What the main thread waits for in this block is interrupted, once ``meanwhile`` was done."""
+
+    def interrupt() -> None:
+        wait_until(lambda: batcher.stats().queued == 1)
+        meanwhile()
+        wait_until_main_sleeps()
+        interrupt_main()
+
+    other = start(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    join(other)
+
+
 @pytest.mark.usefixtures("python_handler")
 def test_an_interrupted_caller_loses_nobody_elses_answer() -> None:
     runs: list[list[int]] = []
@@ -222,16 +240,8 @@ def test_an_interrupted_wait_gives_the_request_up() -> None:
     with greedy(gate) as batcher:
         running = batcher.submit(0)
         gate.wait_entered()
-
-        def interrupt() -> None:
-            wait_until(lambda: batcher.stats().queued == 1)
-            wait_until_main_sleeps()
-            interrupt_main()
-
-        other = start(interrupt)
-        with pytest.raises(KeyboardInterrupt):
+        with interrupted_wait(batcher):
             batcher(1)
-        join(other)
         wait_until(lambda: batcher.stats().cancelled == 1)
         gate.open()
         assert running.result(LONG_S) == 0
@@ -243,17 +253,8 @@ def test_an_interrupted_caller_keeps_no_time() -> None:
     now_ns, others = [0], list[BatchFuture[int]]()
     window = functools.partial(Window, wait_ms=1)
     with Batcher(lambda items: items, policy=window, clock_ns=lambda: now_ns[0]) as batcher:
-
-        def interrupt() -> None:
-            wait_until(lambda: batcher.stats().queued == 1)
-            others.append(batcher.submit(1))
-            wait_until_main_sleeps()
-            interrupt_main()
-
-        other = start(interrupt)
-        with pytest.raises(KeyboardInterrupt):
+        with interrupted_wait(batcher, lambda: others.append(batcher.submit(1))):
             batcher(0)
-        join(other)
         now_ns[0] += 1_000_000
         assert others[0].result(LONG_S) == 1
 
@@ -274,17 +275,10 @@ def test_an_interrupted_caller_runs_nothing_and_nothing_runs_for_it(
         runs.append(list(items))
         return items
 
-    def interrupt() -> None:
-        wait_until(lambda: batcher.stats().queued == 1)
-        wait_until_main_sleeps()
-        interrupt_main()
-
     monkeypatch.setattr(threads.ThreadDispatch, "cancel", late)
     with Batcher(function, policy=patient, max_batch_size=2) as batcher:
-        other = start(interrupt)
-        with pytest.raises(KeyboardInterrupt):
+        with interrupted_wait(batcher):
             batcher(0)
-        join(other)
         assert others[0].result(LONG_S) == 1
     assert runs == [[1]]
     assert batcher.stats().cancelled == 1
