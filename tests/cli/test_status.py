@@ -201,6 +201,7 @@ def test_text() -> None:
     assert text.behind_name("a.pt: it is", "a.pt", "/a.pt") == "it is"
     assert text.behind_name("/a.pt has 0 bytes", "a.pt", "/a.pt") == "has 0 bytes"
     assert text.behind_name("a.pth: it is", "a.pt") == "a.pth: it is"
+    assert text.behind_name(r"a\nb.pt: it is", "a\nb.pt") == "it is"
     assert text.bar([(2, "#"), (1, "+")], 10, width=10) == "[##+.......]"
     assert text.bar([(20, "#"), (1, "+")], 10, width=10) == "[##########]"
     assert text.bar([(1, "#")], 0, width=3) == "[...]"

@@ -37,7 +37,7 @@ def counted(number: int, noun: str) -> str:
 
 def behind_name(message: str, *names: str) -> str:
     """A message as it is shown behind what it is about: without the name that it begins with."""
-    for name in names:
+    for name in (*names, *map(printable, names)):
         if message.startswith((f"{name}: ", f"{name} ")):
             return message.removeprefix(name).removeprefix(":").lstrip()
     return message
