@@ -50,6 +50,16 @@ def test_directory_that_cannot_be_written(
         assert "cannot be written" in capsys.readouterr().err
 
 
+def test_an_empty_directory_is_not_this_interpreters(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"purelib": str(tmp_path)})
+    assert main(["autostart", "install", "--site-packages", ""]) == Exit.USAGE
+    assert "--site-packages is empty" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_acts_only_when_the_variable_is_set_to_true(trims: Trims, tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text(LINE)
     assert LINE.startswith("import ")

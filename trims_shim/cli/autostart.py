@@ -20,6 +20,7 @@ import sysconfig
 
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.text import print_json
+from trims_shim.errors import ConfigError
 
 __all__ = ["FILE_NAME", "LINE", "autostart"]
 
@@ -43,7 +44,11 @@ LINE = (
 
 def autostart(arguments: argparse.Namespace) -> Exit:
     """Install or remove the file, or say whether it is there."""
-    directory = arguments.site_packages or sysconfig.get_paths()["purelib"]
+    directory = arguments.site_packages
+    if directory is None:
+        directory = sysconfig.get_paths()["purelib"]
+    if not directory:  # Perhaps a variable that was not set.
+        raise ConfigError("--site-packages is empty; name a directory, or leave it out")
     path = os.path.join(directory, FILE_NAME)
     if arguments.action == "install":
         problem = _install(directory, path)
