@@ -100,6 +100,15 @@ WITH_DEVICES = PLAIN._replace(
 )
 
 
+def test_the_first_lines_say_when_it_exits_and_why_memory_is_of_its_kind() -> None:
+    assert status.headline(PLAIN)[0].endswith("exits when idle for 10 min")
+    assert status.headline(PLAIN)[2].startswith("host ")
+    reason = "memfd-huge: never"
+    told = PLAIN._replace(idle_exit_s=0, memory=PLAIN.memory._replace(reason=reason))
+    assert status.headline(told)[0].endswith("stays")
+    assert status.headline(told)[2].strip() == f"not {reason}"
+
+
 @pytest.fixture
 def daemon(monkeypatch: pytest.MonkeyPatch) -> Callable[[GetStatusReply], None]:
     """Lets the commands see a canned status."""
