@@ -63,7 +63,7 @@ def test_daemon_serves_in_the_foreground(
         assert process_name(process.pid) == "trims-daemon"
         second = trims("daemon")
         assert second.returncode == Exit.FAILED
-        assert f"{process.pid} serves {trims.sockets} already" in second.stderr
+        assert f"{process.pid} serves {trims.sockets} already; `trims stop` stops" in second.stderr
         process.send_signal(number)
         _, log = process.communicate(timeout=120)
         assert process.returncode == Exit.OK

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
 
 import pytest
 
 from trims_shim import config, inspection, patches
+from trims_shim.cli import info
 from trims_shim.cli.exits import Exit
+from trims_shim.inspection import DaemonStatus, Description, DeviceFound, DeviceSupport
 
 from .conftest import Trims
 
@@ -80,6 +83,39 @@ def test_the_verdict_comes_first(warmed: Trims, trims: Trims) -> None:
     assert idle["daemon"] == "none answers; no load starts one"
     assert verdict(trims("info", TRIMS_ENABLED="yes").stdout)["shim"].startswith("active; ")
     assert verdict(trims("info", TRIMS_STRIKT="1").stdout)["shim"].startswith("inactive; ")
+
+
+NONE = DaemonStatus(False, 0, "", 0, False, True, True, "there is none")
+OWN = DaemonStatus(True, 7, "1.0", 2, True, True, False, "")
+
+
+@pytest.mark.parametrize(
+    ("daemon", "in_short", "whole"),
+    [
+        (NONE, "none runs; a load starts one", "not reachable: there is none"),
+        (replace(NONE, can_start=False), "none answers; no load starts one", "there is none"),
+        (OWN, "runs (7)", "same settings as here"),
+        (replace(OWN, has_same_settings=False), "runs (7)", "`trims stop`"),
+        (replace(OWN, has_same_settings=False, is_own=False), "runs (7)", "another user's, with"),
+        (replace(OWN, problem="older", can_start=True), "a load replaces it", "7; older"),
+        (replace(OWN, problem="newer"), "another protocol; no load is served", "7; newer"),
+    ],
+)
+def test_what_it_says_of_a_daemon(daemon: DaemonStatus, in_short: str, whole: str) -> None:
+    assert info._daemon_in_short(daemon).endswith(in_short)
+    assert whole in info._running(daemon)
+
+
+def test_the_verdict_on_device_memory() -> None:
+    device = DeviceFound(3, "GPU-0", "NVIDIA H200", 1 << 30, True, 1 << 30)
+    for is_available, expected in ((True, "shared (cuda:3)"), (False, "not shared")):
+        support = DeviceSupport(is_available, "", "vmm", "", "", (device,))
+        rest = {"memory": (), "daemon": NONE}
+        found = Description({}, (), (), (), (), support, *[None] * 7)  # type: ignore[arg-type]
+        lines = info._in_short(replace(found, **rest)).splitlines()
+        assert [line.split("  ")[-1].strip() for line in lines if "device mem" in line] == [
+            expected
+        ]
 
 
 def test_info_with_settings_that_cannot_be_used(trims: Trims) -> None:
