@@ -4,6 +4,7 @@ library where it is installed; the stand-in writes as ema-pytorch 0.8 does."""
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def _lerp(target: nn.Module, source: nn.Module, weight: float) -> None:
         ours.data.lerp_(theirs.data, weight)
 
 
-class EMA(nn.Module):
+class _Average(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model, self.ema_model = model, copy.deepcopy(model)
@@ -41,21 +42,35 @@ class EMA(nn.Module):
         _lerp(self.model, self.ema_model, 1.0)
 
 
-@pytest.fixture
-def average_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The class."""
-    module = emulation.library(monkeypatch, "ema_pytorch.ema_pytorch", EMA)
+class EMA(_Average):
+    pass
+
+
+class KarrasEMA(_Average):
+    def __init__(self, model: nn.Module, gamma: float) -> None:
+        super().__init__(model)
+
+
+@pytest.fixture(params=["EMA", "KarrasEMA"])
+def average_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Makes the average of a model."""
+    plain = emulation.library(monkeypatch, "ema_pytorch.ema_pytorch", EMA)
+    karras = emulation.library(monkeypatch, "ema_pytorch.post_hoc_ema", KarrasEMA)
     points = *emulation.OF_LOADING, *ema_pytorch_average.POINTS
     with emulation.emulated(monkeypatch, *points):
-        yield module.EMA
+        is_plain = request.param == "EMA"
+        yield plain.EMA if is_plain else functools.partial(karras.KarrasEMA, gamma=1.0)
 
 
 def test_an_average_that_is_resumed(average_of: Any, tmp_path: Path) -> None:
     average = average_of(nn.Linear(SIDE, SIDE))
     average.ema_model.reset_parameters()
     share(average.ema_model, tmp_path)
-    expected = average.ema_model.weight.lerp(average.model.weight, 0.5)
-    average.update_moving_average(average.ema_model, average.model, current_decay=0.5)
+    # A KarrasEMA takes its decay from the number of its steps: 0 at first.
+    options = {"current_decay": 0.5} if type(average).__name__ == "EMA" else {}
+    weight = 1.0 - options.get("current_decay", 0.0)
+    expected = average.ema_model.weight.lerp(average.model.weight, weight)
+    average.update_moving_average(average.ema_model, average.model, **options)
     assert torch.equal(average.ema_model.weight, expected)
 
 

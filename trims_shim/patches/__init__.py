@@ -61,7 +61,7 @@ PATCH_FILES = (
     ("diffusers_shap_e", _BOTH, ("diffusers.pipelines.shap_e.renderer",), True),
     ("diffusers_average", _BOTH, ("diffusers.training_utils",), True),
     ("torch_ema_average", _BOTH, ("torch_ema.ema",), True),
-    ("ema_pytorch_average", _BOTH, ("ema_pytorch.ema_pytorch",), True),
+    ("ema_pytorch_average", _BOTH, ("ema_pytorch",), True),
     ("diffusers_inversion", _BOTH, ("diffusers.loaders.textual_inversion",), True),
     ("accelerate_buffers", _BOTH, ("accelerate.utils.modeling",), True),
     ("onnxruntime_options", _ONNXRUNTIME, _SESSIONS, False),

@@ -1,7 +1,8 @@
 """ema-pytorch: an average, or the model that gets it, becomes private before it is written.
 
 The average that a run is resumed with is a module of its own, often from a file of its own, and in
-no optimizer. Source: ema-pytorch 0.8, ``EMA`` in ema_pytorch/ema_pytorch.py.
+no optimizer. ``KarrasEMA``, of which ``PostHocEMA`` has several, is no subclass of ``EMA``. Source:
+ema-pytorch 0.8, ``EMA`` in ema_pytorch/ema_pytorch.py, ``KarrasEMA`` in post_hoc_ema.py there.
 """
 
 from __future__ import annotations
@@ -26,16 +27,26 @@ def _wrap_update(original: Callable[..., Any]) -> Callable[..., Any]:
     return update_moving_average
 
 
+_wrap_copy_to_average = writing_module("average", lambda average: average.ema_model)
+_wrap_copy_to_model = writing_module("average", lambda average: average.model)
+
 POINTS: tuple[PatchPoint, ...] = (
     DevicePoint("ema_pytorch.ema_pytorch:EMA.update_moving_average", "0.8", _wrap_update),
     DevicePoint(
-        "ema_pytorch.ema_pytorch:EMA.copy_params_from_model_to_ema",
-        "0.8",
-        writing_module("average", lambda average: average.ema_model),
+        "ema_pytorch.ema_pytorch:EMA.copy_params_from_model_to_ema", "0.8", _wrap_copy_to_average
     ),
     DevicePoint(
-        "ema_pytorch.ema_pytorch:EMA.copy_params_from_ema_to_model",
+        "ema_pytorch.ema_pytorch:EMA.copy_params_from_ema_to_model", "0.8", _wrap_copy_to_model
+    ),
+    DevicePoint("ema_pytorch.post_hoc_ema:KarrasEMA.update_moving_average", "0.8", _wrap_update),
+    DevicePoint(
+        "ema_pytorch.post_hoc_ema:KarrasEMA.copy_params_from_model_to_ema",
         "0.8",
-        writing_module("average", lambda average: average.model),
+        _wrap_copy_to_average,
+    ),
+    DevicePoint(
+        "ema_pytorch.post_hoc_ema:KarrasEMA.copy_params_from_ema_to_model",
+        "0.8",
+        _wrap_copy_to_model,
     ),
 )
