@@ -36,10 +36,23 @@ class LycorisBaseModule(nn.Module):
         self._write(self.cached_org_weight)
 
 
+class FullModule(nn.Module):
+    def __init__(self, original: nn.Linear) -> None:
+        super().__init__()
+        self.org_module = [original]
+        self.weight = nn.Parameter(torch.zeros(SIDE, SIDE))
+        self.bias = nn.Parameter(torch.zeros(SIDE))
+
+    def apply_to(self) -> None:
+        self.weight.data.add_(self.org_module[0].weight.data)
+        self.bias.data.add_(self.org_module[0].bias.data)
+
+
 @pytest.fixture
 def layer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[nn.Linear]:
     """A module on shared memory."""
     emulation.stand_in(monkeypatch, "lycoris.modules.base", LycorisBaseModule)
+    emulation.stand_in(monkeypatch, "lycoris.modules.full", FullModule)
     wanted = *emulation.OF_LOADING, *lycoris_merge.POINTS
     with emulation.emulated(monkeypatch, *wanted):
         layer = nn.Linear(SIDE, SIDE)
@@ -61,6 +74,14 @@ def test_merging_for_a_while(layer: nn.Linear, tmp_path: Path) -> None:
     share(layer, tmp_path)
     adapter.onfly_restore()
     assert torch.equal(layer.weight, before)
+
+
+def test_a_full_matrix_that_is_applied(layer: nn.Linear, tmp_path: Path) -> None:
+    adapter = FullModule(layer)
+    nn.init.ones_(adapter.weight)
+    share(adapter, tmp_path)
+    adapter.apply_to()
+    assert torch.equal(adapter.weight, layer.weight + 1)
 
 
 def test_the_real_library_has_these_methods() -> None:
