@@ -317,6 +317,20 @@ class TestTrouble:
     def test_calls_of_the_driver(self, client: Client, call: str) -> None:
         self.fails(client, DriverFailure, call)
 
+    def test_an_interrupt_before_it_is_mapped(
+        self, client: Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: the descriptors and the lease were lost."""
+        path = client.file()
+        client.grantor.load(path)
+        before = descriptors()
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(device_arenas, "adopt", interrupted)
+            client.open(path)
+        gc.collect()
+        assert descriptors() == before
+        assert client.grantor.released == [1]
+
     def test_an_interrupt_while_it_is_noted(
         self, client: Client, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -334,7 +348,7 @@ class TestTrouble:
         assert client.grantor.leases == {}
 
 
-def interrupted(*_: object) -> None:
+def interrupted(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 

@@ -48,7 +48,7 @@ class Original(NamedTuple):
 class Image:
     """One leased image. The end of the last reference closes its descriptor and its lease."""
 
-    __slots__ = ("__weakref__", "_segment", "digest", "name", "original", "size_bytes")
+    __slots__ = ("__weakref__", "_end", "_segment", "digest", "name", "original", "size_bytes")
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class Image:
         self.original: Original | None = None
         # Not __del__: it runs before weak references are cleared. Another thread could get a dying
         # image from a weak dictionary, and map whatever file has its descriptor's number by then.
-        finalizer = weakref.finalize(self, _release_image, self._segment, release, os.getpid())
-        finalizer.atexit = False
+        self._end = weakref.finalize(self, _release_image, self._segment, release, os.getpid())
+        self._end.atexit = False
 
     @property
     def is_open(self) -> bool:
@@ -100,6 +100,10 @@ class Image:
             return False
         self._segment.close()
         return True
+
+    def release(self) -> None:
+        """Close the descriptor and give up the lease now; a second call does nothing."""
+        self._end()
 
     def map(self) -> Arena:
         """Make a fresh private mapping; writes to other arenas do not show in it.

@@ -14,7 +14,7 @@ import os
 import stat
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trims_shim import config as configuration
 from trims_shim import diagnostics
@@ -29,6 +29,7 @@ from trims_shim.late_imports import ensure_imported
 from trims_shim.specs import DeviceId, Digest, Identity
 from trims_shim.wire import endpoint as endpoints
 from trims_shim.wire import messages
+from trims_shim.wire.handover import close_all
 
 if TYPE_CHECKING:
     from trims_shim.client.device_arenas import DeviceArena
@@ -89,10 +90,14 @@ class Cache:
 
         def ask(connection: Line) -> Image | None:
             name = f"{image.name} (aligned)"
-            made, _ = _image_of(
+            leased = _lease_of(
                 lambda: connection.open_aligned(descriptor, name, lead_bytes), name, connection
             )
-            if made is not None and made.size_bytes != image.size_bytes + lead_bytes:
+            if leased is None:
+                return None
+            made = leased.image
+            _note(name, leased.reply.outcome)
+            if made.size_bytes != image.size_bytes + lead_bytes:
                 raise WireError(f"{name}: {made.size_bytes} bytes for {image.size_bytes}")
             return made
 
@@ -194,13 +199,17 @@ class Cache:
         return image
 
     def _lease(self, descriptor: int, identity: Identity, name: str) -> Arena:
-        def ask(connection: Line) -> tuple[Image | None, bool]:
-            return _image_of(lambda: connection.open_image(descriptor, name), name, connection)
+        def ask(connection: Line) -> _Leased | None:
+            leased = _lease_of(lambda: connection.open_image(descriptor, name), name, connection)
+            if leased is not None:
+                _note(name, leased.reply.outcome)
+            return leased
 
-        image, is_settled = self._pool.ask(ask, may_start=self.config.autostart)
-        assert image is not None
+        leased = self._pool.ask(ask, may_start=self.config.autostart)
+        assert leased is not None
+        image = leased.image
         arena = image.map()
-        if not image.spare_descriptor() and is_settled:
+        if not image.spare_descriptor() and leased.reply.is_settled:
             self._settle(identity, image.digest)
             self._images[image.digest] = image
         return arena
@@ -210,23 +219,25 @@ class Cache:
     ) -> DeviceArena:
         from trims_shim.client import device_arenas
 
-        def ask(connection: Line) -> tuple[Granted, Callable[[], None]]:
-            granted = connection.open_image(descriptor, name, tier=device)
-            lease = granted.reply.lease
-            return granted, lambda: connection.release(lease)
+        def ask(connection: Line) -> _Leased | None:
+            return _lease_of(
+                lambda: connection.open_image(descriptor, name, tier=device), name, connection
+            )
 
         dropped_before = device_arenas.dropped()
         try:
-            granted, release = self._pool.ask(ask, may_start=self.config.autostart)
+            leased = self._pool.ask(ask, may_start=self.config.autostart)
         except NoSpace:
             # The program may have let go of an earlier model that is not yet unmapped.
             device_arenas.reap(_REAP_PATIENCE_S)
             if device_arenas.dropped() == dropped_before:
                 raise
-            granted, release = self._pool.ask(ask, may_start=self.config.autostart)
-        arena = device_arenas.adopt(granted, device=device, name=name, release=release)
-        _note(name, granted.reply.outcome)
-        if granted.reply.is_settled:
+            leased = self._pool.ask(ask, may_start=self.config.autostart)
+        assert leased is not None
+        outline, reply, allocations = leased
+        arena = device_arenas.adopt(outline, reply.device, allocations, device=device, name=name)
+        _note(name, reply.outcome)
+        if reply.is_settled:
             self._settle(identity, arena.digest)
         return arena
 
@@ -254,36 +265,48 @@ class Cache:
         self._pool.close()
 
 
-def _image_of(
-    ask: Callable[[], Granted | None], name: str, connection: Line
-) -> tuple[Image | None, bool]:
-    """Return the image that is granted, if one is, and whether it is settled.
+class _Leased(NamedTuple):
+    """What was granted. The end of ``image`` closes all descriptors, and the lease.
+
+    On a device tier ``image`` is the outline, and ``allocations`` are the memory.
+    """
+
+    image: Image
+    reply: messages.OpenImageReply
+    allocations: tuple[OwnDescriptor, ...]
+
+
+def _lease_of(ask: Callable[[], Granted | None], name: str, connection: Line) -> _Leased | None:
+    """Return what is granted, if something is.
 
     An interrupt may come at any call, also that of a function: so what ``ask`` returns is owned by
     this one, and then, with the image, by both.
     """
-    segment = None
+    owned: tuple[OwnDescriptor, ...] = ()
     granted = ask()
     try:
         if granted is None:
-            return None, False
-        reply = granted.reply
-        segment = OwnDescriptor(granted.descriptor)
-        image = Image(
-            segment,
-            reply.size_bytes,
-            digest=reply.digest,
-            name=name,
-            release=lambda: connection.release(reply.lease),
-        )
-        _note(name, reply.outcome)
+            return None
+        reply, segment, allocations = granted
+        owned = tuple(map(OwnDescriptor, (segment, *allocations)))
+
+        def release() -> None:
+            _close(owned[1:])
+            connection.release(reply.lease)
+
+        image = Image(owned[0], reply.size_bytes, digest=reply.digest, name=name, release=release)
+        return _Leased(image, reply, owned[1:])
     except BaseException:
-        if segment is not None:
-            segment.close()
+        if owned:
+            _close(owned)
         elif granted is not None:
-            os.close(granted.descriptor)
+            close_all([granted.descriptor, *granted.allocations])
         raise
-    return image, reply.is_settled
+
+
+def _close(descriptors: tuple[OwnDescriptor, ...]) -> None:
+    for each in descriptors:
+        each.close()
 
 
 def _note(name: str, outcome: str) -> None:

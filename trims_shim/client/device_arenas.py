@@ -20,19 +20,19 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from trims_shim import diagnostics
 from trims_shim.client.addresses import AddressIndex
 from trims_shim.client.arenas import Arena, Image
-from trims_shim.client.connection import Granted
+from trims_shim.client.descriptors import OwnDescriptor
 from trims_shim.client.reaper import Reaper
 from trims_shim.errors import DriverFailure, FormatError, WireError
 from trims_shim.formats import DeviceLayout, layout_of
 from trims_shim.memory.device import DeviceMapping, map_allocations, open_handles
 from trims_shim.memory.driver import driver
 from trims_shim.specs import DeviceId, Digest
-from trims_shim.wire.handover import close_all
+from trims_shim.wire.messages import DeviceGrant
 
 __all__ = [
     "DeviceArena",
@@ -162,27 +162,33 @@ def held(digest: Digest, device: DeviceId) -> DeviceArena | None:
 
 
 def adopt(
-    granted: Granted, *, device: DeviceId, name: str, release: Callable[[], None]
+    outline: Image,
+    grant: DeviceGrant | None,
+    allocations: Sequence[OwnDescriptor],
+    *,
+    device: DeviceId,
+    name: str,
 ) -> DeviceArena:
     """Return the arena of a granted image: the existing one, else a mapping of its memory.
 
-    Takes over the descriptors and the lease (``release``) in any case. Raises WireError for a grant
-    that does not fit its outline, DriverFailure, MemoryFailure.
+    The lease is the outline's, and given up where this call does not map it; ``allocations`` are
+    closed in any case. The end of the outline does both, wherever an interrupt comes. Raises
+    WireError for a grant that does not fit its outline, DriverFailure, MemoryFailure.
     """
     is_leased = False
     try:
-        outline = Image(granted.descriptor, granted.reply.size_bytes, digest=granted.reply.digest)
         with _process.lock:
             arena = _process.held(outline.digest, device)
             if arena is None:
-                arena = _process.serve(_map(granted, outline, device, name, release))
+                arena = _process.serve(_map(outline, grant, allocations, device, name))
                 is_leased = True
         return arena
     finally:
         # The mapping keeps the memory, so the descriptors are not needed.
-        close_all(list(granted.allocations))
+        for each in allocations:
+            each.close()
         if not is_leased:
-            release()
+            outline.release()
 
 
 def find(address: int, size_bytes: int) -> tuple[DeviceArena, int] | None:
@@ -219,9 +225,12 @@ def end_capture(graph: int) -> None:
 
 
 def _map(
-    granted: Granted, outline: Image, device: DeviceId, name: str, release: Callable[[], None]
+    outline: Image,
+    grant: DeviceGrant | None,
+    allocations: Sequence[OwnDescriptor],
+    device: DeviceId,
+    name: str,
 ) -> DeviceImage:
-    grant = granted.reply.device
     if grant is None:
         raise WireError(f"no device memory was granted for {name}")
     mapped_outline = outline.map()
@@ -236,8 +245,11 @@ def _map(
     if grant.handles:
         mapping = open_handles(device, grant.handles, grant.allocations)
     else:
-        mapping = map_allocations(device, granted.allocations, grant.allocations, is_writable=False)
-    return DeviceImage(mapping, mapped_outline, layout, device=device, index=index, release=release)
+        numbers = [each.number for each in allocations]
+        mapping = map_allocations(device, numbers, grant.allocations, is_writable=False)
+    return DeviceImage(
+        mapping, mapped_outline, layout, device=device, index=index, release=outline.release
+    )
 
 
 def _read_layout(outline: Arena, name: str) -> DeviceLayout:
