@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,13 @@ def check(traced: TracedModel, positions: list[int]) -> None:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return list(value.values()) if isinstance(value, dict) else [value]
+
+
+WRITES = re.compile("autocast|set_grad|foreach")
+
+
+def add_to_a_list(x: torch.Tensor) -> None:
+    torch._foreach_add_([x], 1.0)
 
 
 class TestEveryLegalCut:
@@ -237,6 +245,23 @@ class TestWhatCrosses:
             range(names.index("aten.exp.default"), names.index("aten.add_.Tensor") + 1)
         )
 
+    @pytest.mark.parametrize("write", [add_to_a_list])
+    def test_no_cut_tears_a_memory_that_is_written_to_otherwise(self, write: Forward) -> None:
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            y = x * 2
+            z = y[:, :2]
+            w = torch.exp(x)
+            write(y)
+            return z.sum(1) + w.sum(1) + y.sum(1)
+
+        traced = trace(forward)
+        names, legal = traced.operations, [cut.position for cut in traced.cuts()]
+        written = next(number for number, name in enumerate(names) if WRITES.search(name))
+        assert not set(legal) & set(range(names.index("aten.exp.default"), written + 1))
+        assert written + 2 in legal
+        for position in legal:
+            check(traced, [position])
+
     def test_nothing_shared_crosses_that_is_written_to(self) -> None:
         def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
             total = torch.zeros(x.shape[1])
@@ -362,6 +387,7 @@ class TestWhatCannotBeCut:
             (lambda self, x: x + self.count.add_(1), "changes its 'count'"),
             (lambda self, x: x + self.table[:1].add_(1), "changes its 'table'"),
             (lambda self, x: x + self.table.split(2)[0].add_(1)[0], "changes its 'table'"),
+            (lambda self, x: x + (add_to_a_list(self.table) or 1), "changes its 'table'"),
             (lambda self, x: x + torch.rand_like(x), r"rand_like.* depends on chance"),
             (lambda self, x: x @ torch.ones(5, 5), "does not run with the example: .*5x5"),
             (lambda self, x: nn.functional.dropout(x), r"dropout.* depends on chance"),

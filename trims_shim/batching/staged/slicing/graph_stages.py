@@ -389,15 +389,17 @@ def viewed_by(node: Node) -> Node:
 
 
 def written_by(node: Node) -> list[Node]:
-    """The nodes whose tensors an operation writes to."""
+    """The nodes whose tensors an operation writes to, alone or in lists of them."""
+    import torch.utils._pytree as pytree
+
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return []
     arguments = dict(zip((each.name for each in schema.arguments), node.args, strict=False))
     arguments.update(node.kwargs)
-    written: list[Any] = [
+    written = [
         arguments.get(each.name)
         for each in schema.arguments
         if each.alias_info is not None and each.alias_info.is_write
     ]
-    return [each for each in written if hasattr(each, "users")]
+    return [each for each in pytree.tree_leaves(written) if hasattr(each, "users")]
