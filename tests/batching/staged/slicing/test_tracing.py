@@ -62,6 +62,24 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 WRITES = re.compile("autocast|set_grad|foreach")
 
 
+def add_with_autocast(x: torch.Tensor) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x.add_(1)
+
+
+def with_autocast(function: Forward) -> Forward:
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return function(x)
+
+    return forward
+
+
+def add_with_gradients(x: torch.Tensor) -> None:
+    with torch.enable_grad():
+        x.add_(1)
+
+
 def add_to_a_list(x: torch.Tensor) -> None:
     torch._foreach_add_([x], 1.0)
 
@@ -245,7 +263,7 @@ class TestWhatCrosses:
             range(names.index("aten.exp.default"), names.index("aten.add_.Tensor") + 1)
         )
 
-    @pytest.mark.parametrize("write", [add_to_a_list])
+    @pytest.mark.parametrize("write", [add_with_autocast, add_with_gradients, add_to_a_list])
     def test_no_cut_tears_a_memory_that_is_written_to_otherwise(self, write: Forward) -> None:
         def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
             y = x * 2
@@ -261,6 +279,10 @@ class TestWhatCrosses:
         assert written + 2 in legal
         for position in legal:
             check(traced, [position])
+
+    def test_writes_are_seen_in_inference_mode(self) -> None:
+        with torch.inference_mode():
+            self.test_no_cut_tears_a_memory_that_is_written_to_otherwise(add_with_autocast)
 
     def test_nothing_shared_crosses_that_is_written_to(self) -> None:
         def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -387,7 +409,11 @@ class TestWhatCannotBeCut:
             (lambda self, x: x + self.count.add_(1), "changes its 'count'"),
             (lambda self, x: x + self.table[:1].add_(1), "changes its 'table'"),
             (lambda self, x: x + self.table.split(2)[0].add_(1)[0], "changes its 'table'"),
+            (lambda self, x: x + (add_with_autocast(self.table) or 1), "changes its 'table'"),
+            (lambda self, x: x + (add_with_gradients(self.table) or 1), "changes its 'table'"),
             (lambda self, x: x + (add_to_a_list(self.table) or 1), "changes its 'table'"),
+            (lambda self, x: x + nn.Dropout().eval()(self.table).add_(1)[0], "changes its 'table'"),
+            (with_autocast(nn.functional.dropout), r"dropout.* depends on chance"),
             (lambda self, x: x + torch.rand_like(x), r"rand_like.* depends on chance"),
             (lambda self, x: x @ torch.ones(5, 5), "does not run with the example: .*5x5"),
             (lambda self, x: nn.functional.dropout(x), r"dropout.* depends on chance"),

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trims_shim.batching.staged.slicing.examples import Example
+from trims_shim.batching.staged.slicing.examples import Example, version_of
 from trims_shim.errors import StagingError
 
 __all__ = ["BlockCalls", "Prelude", "Shell"]
@@ -182,7 +182,7 @@ class _Noting:
         if not block:
             self._aliases.append(_first_tensor(leaves, self._name))
         slots = tuple(self._slot(leaf, block) for leaf in leaves)
-        is_same = not block or _version_of(self._aliases[-1]) == self._version
+        is_same = not block or version_of(self._aliases[-1]) == self._version
         if not is_same or not any(kind == _HIDDEN for kind, _ in slots):
             raise StagingError(
                 f"{self._name} does something between its blocks {block - 1} and {block}: the "
@@ -192,7 +192,7 @@ class _Noting:
         if len(self._calls) == self._blocks:
             raise _Reached
         self._aliases.append(self._aliases[-1].view_as(self._aliases[-1]))
-        self._version = _version_of(self._aliases[-1])
+        self._version = version_of(self._aliases[-1])
         return self._output(self._aliases[-1])
 
     def _slot(self, leaf: Any, block: int) -> tuple[str, Any]:
@@ -278,11 +278,6 @@ def _is_constant(value: Any) -> bool:
 
     kinds = (bool, int, float, str, enum.Enum, torch.dtype, torch.device)
     return value is None or isinstance(value, kinds)
-
-
-def _version_of(tensor: Any) -> int | None:
-    """How often a tensor was written to; None where that is not counted."""
-    return None if tensor.is_inference() else tensor._version
 
 
 def _first_tensor(leaves: Sequence[Any], name: str) -> Any:

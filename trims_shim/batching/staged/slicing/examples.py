@@ -15,7 +15,15 @@ from trims_shim.batching.staged.flow import NotJoinable, join, take
 from trims_shim.errors import StagingError
 from trims_shim.printable import first_line
 
-__all__ = ["Example", "are_identical", "are_near", "check_stages", "has_same_rows", "stage_times"]
+__all__ = [
+    "Example",
+    "are_identical",
+    "are_near",
+    "check_stages",
+    "has_same_rows",
+    "stage_times",
+    "version_of",
+]
 
 _NEAR = 0.1
 """Results may differ by this share of the largest magnitude."""
@@ -303,3 +311,8 @@ def _has_rows(each: Any) -> bool:
     import torch
 
     return isinstance(each, torch.Tensor) and each.dim() > 0
+
+
+def version_of(tensor: Any) -> int | None:
+    """How often a tensor was written to; None where that is not counted."""
+    return None if tensor.is_inference() else tensor._version

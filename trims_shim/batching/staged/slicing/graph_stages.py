@@ -22,19 +22,23 @@ cross: each stage has those it uses, and they are the model's own tensors.
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trims_shim.batching.staged.activations import Shared
 from trims_shim.batching.staged.slicing.cutting import Cut
-from trims_shim.batching.staged.slicing.examples import Example, are_identical, has_same_rows
+from trims_shim.batching.staged.slicing.examples import (
+    Example,
+    are_identical,
+    has_same_rows,
+    version_of,
+)
 from trims_shim.batching.torch_settings import torch_in_this_thread
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
-__all__ = ["GraphStage", "StagedGraph", "viewed_by", "written_by"]
+__all__ = ["GraphStage", "StagedGraph"]
 
 _FACTORIES = ("new_", "full_like", "ones_like", "zeros_like", "empty_like")
 """Operations that take a tensor for its kind and shape alone."""
@@ -60,6 +64,8 @@ class StagedGraph:
         leaves: Callable[..., Sequence[Any]],
         unflatten: Callable[[Sequence[Any]], Any],
     ) -> None:
+        import torch
+
         self._module = module
         self._leaves, self._unflatten = leaves, unflatten
         nodes = list(module.graph.nodes)
@@ -67,22 +73,40 @@ class StagedGraph:
         self.operations = [node for node in nodes if node.op.startswith("call_")]
         self._outputs: Sequence[Any] = nodes[-1].args[0]
         self._order = {node: index for index, node in enumerate(self.operations)}
-        self._small = self._values(example.of_rows(_SMALL))
-        self._large = self._values(example.of_rows(_LARGE))
+        self._written: dict[Node, set[int]] = {}
+        # In inference mode torch does not count how often tensors are written to.
+        with torch.inference_mode(False):
+            self._small = self._values(example.of_rows(_SMALL), self._written)
+            self._large = self._values(example.of_rows(_LARGE), {})
         self._with_data = self._find_data()
         self._lengths = self._find_lengths()
         self._batched = {node for node in (*self.inputs, *self.operations) if self._has_rows(node)}
-        written = (self._written(node) for node in self.operations)
-        self._all_written = frozenset(itertools.chain.from_iterable(written))
+        self._all_written = frozenset(itertools.chain.from_iterable(self._written.values()))
         self._needed: dict[Node, frozenset[Node] | None] = {}
         self._crossing = self._find_crossing()
 
-    def _values(self, run: Example) -> dict[Node, Any]:
-        """The value of every node. All are kept alive, so equal addresses mean the same memory."""
+    def _values(self, run: Example, written: dict[Node, set[int]]) -> dict[Node, Any]:
+        """The value of every node. All are kept alive, so equal addresses mean the same memory.
+
+        Enters the memory that each operation writes to in ``written``: by its schema, and by how
+        often torch counts that its arguments were written to, as operations that run a graph of
+        their own (torch.autocast) have no schema.
+        """
         import torch
         from torch.fx import Interpreter
 
-        interpreter = Interpreter(self._module, garbage_collect_values=False)
+        class Watching(Interpreter):
+            def run_node(self, n: Node) -> Any:
+                given = _tensors([self.env[each] for each in n.all_input_nodes])
+                before = [version_of(each) for each in given]
+                result = super().run_node(n)
+                pairs = zip(given, before, strict=True)
+                found = [each for each, version in pairs if version_of(each) != version]
+                found += _tensors([self.env[each] for each in _written_by(n)])
+                written[n] = set(map(_memory, found)) - {_NO_MEMORY}
+                return result
+
+        interpreter = Watching(self._module, garbage_collect_values=False)
         leaves = self._leaves(*run.batch())
         with torch.no_grad():
             interpreter.run(*leaves, enable_io_processing=False)
@@ -109,6 +133,14 @@ class StagedGraph:
                 leaves = self._leaves(*example.copy().batch())
                 Timing(self._module).run(*leaves, enable_io_processing=False)
         return [min(each[1:]) for each in taken_ns.values()]
+
+    def written_attributes(self) -> Iterator[tuple[Node, str]]:
+        """Each operation that writes to a tensor of the model itself, and the name of that."""
+        attributes = self._module.graph.find_nodes(op="get_attr")
+        names = {_memory(self._small[each]): each.target for each in attributes}
+        for node in self.operations:
+            for memory in self._written[node] & names.keys():
+                yield node, names[memory]
 
     # --- what may cross ---------------------------------------------------------------------------
 
@@ -142,7 +174,7 @@ class StagedGraph:
 
     def _written_with(self, node: Node) -> list[Node]:
         """The nodes whose memory an operation writes to, by whatever name it does."""
-        written = self._written(node)
+        written = self._written[node]
         if not written:
             return []
         return [each for each in self.operations if _memory(self._small[each]) in written]
@@ -157,7 +189,7 @@ class StagedGraph:
                 if position < end:
                     _add(crossing, position, self._needs(node))
         for index, node in enumerate(self.operations):
-            for memory in self._written(node):
+            for memory in self._written[node]:
                 for position in range(index + 1):
                     if self._is_torn(crossing[position] or (), memory):
                         crossing[position] = None
@@ -224,11 +256,6 @@ class StagedGraph:
 
     def _row_bytes(self, node: Node) -> int:
         return self._small[node].nbytes // len(_SMALL) if self._is_batched(node) else 0
-
-    def _written(self, node: Node) -> set[int]:
-        """The memory that an operation writes to."""
-        found = {_memory(self._small[each]) for each in written_by(node)}
-        return found - {_NO_MEMORY}
 
     def _is_torn(self, crossing: Collection[Node], memory: int) -> bool:
         names = [node for node in crossing if _memory(self._small[node]) == memory]
@@ -381,15 +408,15 @@ def _is_view(node: Node) -> bool:
     return alias is not None and not alias.is_write
 
 
-def viewed_by(node: Node) -> Node:
-    """The node whose tensor ``node`` is a view of; ``node`` itself if it is no view."""
-    while _is_view(node) or node.target is operator.getitem:
-        node = node.all_input_nodes[0]
-    return node
+def _tensors(value: Any) -> list[Any]:
+    import torch
+    import torch.utils._pytree as pytree
+
+    return [each for each in pytree.tree_leaves(value) if isinstance(each, torch.Tensor)]
 
 
-def written_by(node: Node) -> list[Node]:
-    """The nodes whose tensors an operation writes to, alone or in lists of them."""
+def _written_by(node: Node) -> list[Node]:
+    """The nodes whose tensors an operation writes to, by its schema."""
     import torch.utils._pytree as pytree
 
     schema = getattr(node.target, "_schema", None)

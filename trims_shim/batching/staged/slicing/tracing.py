@@ -11,6 +11,7 @@ length). A model that is moved to another device has to be traced there.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import reprlib
 import time
 import warnings
@@ -19,12 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from trims_shim.batching.staged.slicing.cutting import Cut, even_cuts
 from trims_shim.batching.staged.slicing.examples import Example, are_near
-from trims_shim.batching.staged.slicing.graph_stages import (
-    GraphStage,
-    StagedGraph,
-    viewed_by,
-    written_by,
-)
+from trims_shim.batching.staged.slicing.graph_stages import GraphStage, StagedGraph
 from trims_shim.errors import StagingError
 from trims_shim.printable import first_line
 
@@ -57,8 +53,7 @@ class TracedModel:
         program = _exported(model, self.example, varying)
         _check_varying(program, varying, self.name)
         module = program.module()
-        for node in module.graph.nodes:
-            _check_operation(node, module, self.name)
+        _check_chance(module, self.name)
         leaves = _Leaves(
             self.example,
             program.call_spec.in_spec,
@@ -78,6 +73,7 @@ class TracedModel:
                 f"the trace of {self.name} does not run: {first_line(error)}; cut it at its blocks "
                 "(slice_blocks), or write its stages as functions"
             ) from error
+        _check_writing(self._graph, self.name)
         if varying:
             leaves.refuses_one = not self._holds(self.example.with_sizes_of_one(varying))
 
@@ -391,19 +387,27 @@ def _unchanged(model: Any) -> Iterator[None]:
             place.update(content)
 
 
-def _check_operation(node: Node, module: GraphModule, name: str) -> None:
-    """Raise StagingError for one that depends on chance, or writes to the model's own tensors."""
-    if _is_random(node):
-        raise StagingError(
-            f"{name} cannot be cut into stages: {node.target} depends on chance{_place(node)}"
-        )
-    for written in map(viewed_by, written_by(node)):
-        if written.op == "get_attr":
+def _check_chance(module: GraphModule, name: str) -> None:
+    """Raise StagingError for an operation that depends on chance."""
+    from torch.fx import GraphModule
+
+    # Those with torch.autocast, or other gradients, have graphs of their own.
+    graphs = [each.graph for each in module.modules() if isinstance(each, GraphModule)]
+    for node in itertools.chain.from_iterable(graph.nodes for graph in graphs):
+        if _is_random(node):
             raise StagingError(
-                f"{name} cannot be cut into stages: {node.target} changes its "
-                f"{written.target!r}{_place(node)}; batches that run at the same time would see "
-                "each other's"
+                f"{name} cannot be cut into stages: {node.target} depends on chance{_place(node)}"
             )
+
+
+def _check_writing(graph: StagedGraph, name: str) -> None:
+    """Raise StagingError for an operation that writes to the model's own tensors."""
+    for node, attribute in graph.written_attributes():
+        raise StagingError(
+            f"{name} cannot be cut into stages: {node.target} changes its "
+            f"{attribute!r}{_place(node)}; batches that run at the same time would see "
+            "each other's"
+        )
 
 
 def _is_random(node: Node) -> bool:
