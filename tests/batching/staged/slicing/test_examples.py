@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -99,6 +100,18 @@ def test_rows_that_depend_on_their_places() -> None:
     stages = [lambda value: (value, torch.arange(len(value))), last]
     with pytest.raises(StagingError, match="depends on the others in the batch"):
         check_stages(stages, nn.Identity(), Example(torch.rand(3, 2)))
+
+
+@pytest.mark.parametrize("last", [lambda x: (x, len(x)), lambda x: (x, (x > 0.5).nonzero())])
+def test_outputs_that_are_of_the_whole_batch(last: Callable[[torch.Tensor], object]) -> None:
+    """Its size, or a list of no known length: nobody's rows, and no floating-point numbers."""
+
+    class Whole(nn.Module):
+        def forward(self, x: torch.Tensor) -> object:
+            return last(torch.relu(x))
+
+    with pytest.raises(StagingError, match="depends on the others in the batch"):
+        check_stages([nn.ReLU(), last], Whole(), Example(torch.ones(3, 2)))
 
 
 class Centred(nn.Module):

@@ -234,18 +234,19 @@ def _rows(output: Any, rows: range, count: int) -> Any:
 
 
 def are_near(one: Any, other: Any) -> bool:
-    """Whether floating-point tensors are near to each other.
+    """Whether floating-point tensors are near to each other, and what is no tensor is equal.
 
-    Other types are not compared: they may differ altogether where two floating-point numbers are
-    nearly equal (the index of the largest).
+    Of other tensors only shapes are compared: their elements may differ altogether where two
+    floating-point numbers are nearly equal (the index of the largest).
     """
     import torch
     import torch.utils._pytree as pytree
 
     for each, its in zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True):
-        if not isinstance(each, torch.Tensor) or not _is_inexact(each):
-            continue
-        if each.shape != its.shape or not _is_near(each, its):
+        if not isinstance(each, torch.Tensor):
+            if each is not its and each != its:
+                return False
+        elif each.shape != its.shape or (_is_inexact(each) and not _is_near(each, its)):
             return False
     return True
 
