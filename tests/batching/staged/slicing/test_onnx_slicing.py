@@ -19,11 +19,11 @@ pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
 
 from tests.harness import World, close_worlds  # noqa: E402
-from tests.onnx_models import INT64, Graph, Sample, sample, save, save_external  # noqa: E402
+from tests.onnx_models import FLOAT, INT64, Graph, Sample, sample, save, save_external  # noqa: E402
 from trims_shim import config  # noqa: E402
 from trims_shim.batching import Batcher  # noqa: E402
 from trims_shim.batching.staged.activations import Shared  # noqa: E402
-from trims_shim.batching.staged.flow import join, rows_of, take  # noqa: E402
+from trims_shim.batching.staged.flow import NotJoinable, join, rows_of, take  # noqa: E402
 from trims_shim.batching.staged.slicing.onnx_slicing import TracedOnnx, slice_onnx  # noqa: E402
 from trims_shim.client import cache as caches  # noqa: E402
 from trims_shim.client.cache import Cache  # noqa: E402
@@ -271,6 +271,34 @@ def test_what_depends_on_shapes_only_crosses_as_shared(path: str) -> None:
     assert ids not in shared
     other = traced.even(3)(np.ones((3, 7), np.int64))
     assert bits(other) == bits(whole(path, {"ids": np.ones((3, 7), np.int64)}))
+
+
+@pytest.mark.parametrize("axes", [0, 1])
+def test_a_length_that_a_shape_does_not_show_is_never_anothers(path: str, axes: int) -> None:
+    graph = Graph("means")
+    x = graph.input("x", ["batch", "tokens", 8])
+    tokens = graph.node("Cast", graph.node("Shape", x, start=1, end=2), to=FLOAT)
+    length = tokens if axes else graph.node("Squeeze", tokens)
+    total = graph.node("ReduceSum", x, graph.constant("second", np.array([1])), keepdims=0)
+    value = graph.node("Relu", graph.node("MatMul", total, graph.weight("w", 8, 8)))
+    graph.output(graph.node("Div", value, length), ["batch", 8])
+    save(Sample(graph.model(), ()))(Path(path))
+    traced = TracedOnnx(path)
+    state = np.random.RandomState(0)
+    one, same, other = (state.rand(2, count, 8).astype(np.float32) for count in (4, 4, 7))
+    counts = {True: 0, False: 0}
+    for cut in traced.cuts:
+        first, second = traced.cut([cut.position]).stages
+        for another in (same, other):
+            try:
+                found = second(join([first(one), first(another)]))
+            except NotJoinable:
+                assert another is other
+                continue
+            counts[another is same] += 1
+            expected = [whole(path, {"x": each})[0] for each in (one, another)]
+            np.testing.assert_allclose(found, np.concatenate(expected), rtol=1e-5)
+    assert counts == {True: len(traced.cuts), False: 0}
 
 
 def test_answers_without_rows_are_refused(path: str) -> None:

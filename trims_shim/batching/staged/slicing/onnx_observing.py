@@ -2,7 +2,8 @@
 
 A value that crosses a border has to have the batch as its first axis, so that rows of several
 batches can be joined there. Or it has to be the same for all batches of equal shapes: the two runs
-agree on it to the bit, and it does not depend on the contents of the inputs.
+agree on it to the bit, and it does not depend on the contents of the inputs. Batches with other
+contents there (a length that no shape shows any more) are not joined.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from trims_shim.batching.staged.slicing.cutting import Cut
 from trims_shim.batching.staged.slicing.onnx_graph import OnnxGraph
 from trims_shim.errors import StagingError
 
-__all__ = ["Observed", "is_equal", "legal_cuts", "named", "observe", "times_ns"]
+__all__ = ["Exactly", "Observed", "is_equal", "legal_cuts", "named", "observe", "times_ns"]
 
 _ROWS = (0, 1), (1, 0, 1)
 """The rows of the two batches that are compared. In another order, so that values that depend on
@@ -68,6 +69,20 @@ class Observed:
         return is_equal(*(each[name] for each in self.values))
 
 
+class Exactly:
+    """An array in a Shared: joins compare its contents, and not its shape alone."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Exactly) and is_equal(self.array, other.array)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def is_equal(one: Any, other: Any) -> bool:
     """Whether two arrays are equal to the bit."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
@@ -102,7 +117,7 @@ def named(batch: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
 def _array(value: Any) -> Any:
     import numpy
 
-    return numpy.asarray(value.value if isinstance(value, Shared) else value)
+    return numpy.asarray(value.value.array if isinstance(value, Shared) else value)
 
 
 # --- running it -----------------------------------------------------------------------------------

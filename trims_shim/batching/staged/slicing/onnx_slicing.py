@@ -30,6 +30,7 @@ from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.slicing.cutting import even_cuts
 from trims_shim.batching.staged.slicing.onnx_graph import OnnxGraph, onnx_package
 from trims_shim.batching.staged.slicing.onnx_observing import (
+    Exactly,
     Observed,
     is_equal,
     legal_cuts,
@@ -223,7 +224,7 @@ class _Stage:
             values |= zip(self.made, self.session.run(self.made, feeds), strict=True)
         if not self.is_last:
             return {
-                name: Shared(values[name]) if name in self.shared else values[name]
+                name: Shared(Exactly(values[name])) if name in self.shared else values[name]
                 for name in self.wanted
             }
         if len(self.wanted) == 1:
