@@ -249,6 +249,17 @@ def test_answers_that_depend_on_other_rows_are_refused(path: str) -> None:
         slice_onnx(path, 2)
 
 
+def test_answers_that_depend_on_chance_are_refused(path: str) -> None:
+    """Also little, and by seeds, with which the first runs of all sessions agree."""
+    graph = Graph("chance")
+    value = graph.node("MatMul", graph.input("x", ["batch", 8]), graph.weight("w", 8, 8))
+    noise = graph.node("RandomUniformLike", value, low=1.0, high=1.01, seed=3.0)
+    graph.output(graph.node("Mul", value, noise), ["batch", 8])
+    save(Sample(graph.model(), ()))(Path(path))
+    with pytest.raises(StagingError, match="depends on chance"):
+        slice_onnx(path, 2)
+
+
 def test_what_depends_on_shapes_only_crosses_as_shared(path: str) -> None:
     graph = Graph("positions")
     ids = graph.input("ids", ["batch", "sequence"], INT64)

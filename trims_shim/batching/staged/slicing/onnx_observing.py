@@ -144,6 +144,7 @@ def observe(graph: OnnxGraph, make_session: MakeSession, example: Any) -> Observ
         observed = Observed(values, feeds or tried[0])
         if any(map(observed.is_batched, graph.inputs)):
             _check_outputs(graph, observed)
+            _check_chance(graph, observed, again=_run(session, tried[0]))
             return observed
     raise StagingError(
         f"the model cannot be run with batches of 2 and of 3: {reason}; export "
@@ -164,6 +165,18 @@ def _check_outputs(graph: OnnxGraph, observed: Observed) -> None:
             raise StagingError(
                 f"output {name} of a row depends on the others in the batch, or on chance; the "
                 "model cannot be batched between stages"
+            )
+
+
+def _check_chance(graph: OnnxGraph, observed: Observed, *, again: Feeds) -> None:
+    """Raise StagingError for a model that returns other bits in a second run of the first batch.
+
+    Where its operators have seeds, the first runs of all sessions agree.
+    """
+    for name in graph.outputs:
+        if not is_equal(again[name], observed.values[0][name]):
+            raise StagingError(
+                f"output {name} depends on chance; the model cannot be cut into stages"
             )
 
 
