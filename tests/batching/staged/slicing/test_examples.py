@@ -114,6 +114,16 @@ def test_outputs_that_are_of_the_whole_batch(last: Callable[[torch.Tensor], obje
         check_stages([nn.ReLU(), last], Whole(), Example(torch.ones(3, 2)))
 
 
+class Pairs(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.batch_norm(x, None, None, training=True)
+
+
+def test_models_that_take_no_row_alone() -> None:
+    with pytest.raises(StagingError, match="Pairs does not run with a batch of 1: Expected more"):
+        check_stages([nn.Identity(), Pairs()], Pairs(), Example(torch.rand(3, 2)))
+
+
 class Centred(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x - x.mean(0)

@@ -249,6 +249,29 @@ def test_answers_that_depend_on_other_rows_are_refused(path: str) -> None:
         slice_onnx(path, 2)
 
 
+def test_answers_that_are_others_for_a_row_alone_are_refused(path: str) -> None:
+    graph = Graph("several")
+    x = graph.input("x", ["batch", 8])
+    value = graph.node("Relu", graph.node("MatMul", x, graph.weight("w", 8, 8)))
+    several = graph.node("Greater", graph.node("Shape", x, end=1), graph.constant("one", [1]))
+    graph.output(graph.node("Add", value, graph.node("Cast", several, to=FLOAT)), ["batch", 8])
+    save(Sample(graph.model(), ()))(Path(path))
+    with pytest.raises(StagingError, match="another one where the row is the whole batch"):
+        slice_onnx(path, 2)
+
+
+def test_models_that_take_no_row_alone_are_refused(path: str) -> None:
+    graph = Graph("pairs")
+    x = graph.input("x", ["batch", 8])
+    value = graph.node("Relu", graph.node("MatMul", x, graph.weight("w", 8, 8)))
+    second = graph.node("Gather", value, graph.constant("at", [1]))
+    nothing = graph.node("Mul", second, graph.constant("zero", np.zeros(1, np.float32)))
+    graph.output(graph.node("Add", value, nothing), ["batch", 8])
+    save(Sample(graph.model(), ()))(Path(path))
+    with pytest.raises(StagingError, match=r"cannot be run with a batch of one row: .*out of"):
+        slice_onnx(path, 2)
+
+
 def test_answers_that_depend_on_chance_are_refused(path: str) -> None:
     """Also little, and by seeds, with which the first runs of all sessions agree."""
     graph = Graph("chance")

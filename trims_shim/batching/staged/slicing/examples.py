@@ -186,11 +186,17 @@ def check_stages(
     name = type(model).__name__
     for rows in (1, example.rows, example.rows + 1):
         run = example.with_rows(rows)
+        try:
+            expected = run.copy().call(model)
+        except Exception as error:
+            raise StagingError(
+                f"{name} does not run with a batch of {rows}: {first_line(error)}"
+            ) from error
         with torch.no_grad():
             value: Any = stages[0](*run.copy().batch())
             for stage in stages[1:]:
                 value = stage(value)
-        if not are_identical(value, run.call(model)):
+        if not are_identical(value, expected):
             raise StagingError(
                 f"the stages of {name} do not compute what it computes, with a batch of {rows}: it "
                 "does something else where it is traced, or keeps something from call to call; cut "

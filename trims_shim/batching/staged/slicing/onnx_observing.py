@@ -144,6 +144,7 @@ def observe(graph: OnnxGraph, make_session: MakeSession, example: Any) -> Observ
         observed = Observed(values, feeds or tried[0])
         if any(map(observed.is_batched, graph.inputs)):
             _check_outputs(graph, observed)
+            _check_alone(graph, observed, session, tried[0])
             _check_chance(graph, observed, again=_run(session, tried[0]))
             return observed
     raise StagingError(
@@ -164,6 +165,23 @@ def _check_outputs(graph: OnnxGraph, observed: Observed) -> None:
         if observed.values[0][name].dtype.kind in _INEXACT and not observed.is_batched(name):
             raise StagingError(
                 f"output {name} of a row depends on the others in the batch, or on chance; the "
+                "model cannot be batched between stages"
+            )
+
+
+def _check_alone(graph: OnnxGraph, observed: Observed, session: Any, feeds: Feeds) -> None:
+    """Raise StagingError for a model that answers a row otherwise where that is the whole batch."""
+    one = {name: each[:1] if observed.is_batched(name) else each for name, each in feeds.items()}
+    try:
+        alone = _run(session, one)
+    except Exception as error:
+        raise StagingError(f"the model cannot be run with a batch of one row: {error}") from error
+    for name in graph.outputs:
+        its, expected = alone[name], observed.values[0][name][:1]
+        is_near = its.shape == expected.shape and _has_same_rows(its, expected)
+        if not is_near and its.dtype.kind in _INEXACT:
+            raise StagingError(
+                f"output {name} of a row is another one where the row is the whole batch; the "
                 "model cannot be batched between stages"
             )
 
