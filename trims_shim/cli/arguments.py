@@ -6,6 +6,7 @@ Imports nothing heavy.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import textwrap
 from collections.abc import Callable
@@ -47,11 +48,15 @@ class Parser(argparse.ArgumentParser):
         super().error(f"{message}\nMore: `{self.prog} --help`")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Of help and version: argparse keeps to itself that they could not be written."""
+        """Raise where help and version cannot be written, as argparse does not in each Python.
+
+        What is wrong with the arguments is still told by the status if stderr is full.
+        """
         if file is sys.stdout:
             print(message, end="", flush=True)
         else:
-            super()._print_message(message, file)
+            with contextlib.suppress(OSError):
+                super()._print_message(message, file)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
