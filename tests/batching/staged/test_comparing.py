@@ -85,3 +85,21 @@ def test_tensors() -> None:
     assert is_close([torch.tensor(3.0)], [torch.tensor(3.0001)])
     assert not is_close([torch.tensor([1, 2])], [torch.tensor([1, 3])])
     assert not is_close([torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 2.1])])
+
+
+class Ambiguous:
+    """As a data frame: what ``==`` returns is neither true nor false."""
+
+    def __eq__(self, other: object) -> Any:
+        return array(1, 2) == array(1, 3)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_what_cannot_be_compared_is_not_the_same() -> None:
+    assert not is_close([Ambiguous()], [Ambiguous()])
+
+
+def test_sparse_tensors_are_not_the_same() -> None:
+    torch = pytest.importorskip("torch")
+    assert not is_close([torch.eye(2).to_sparse()], [torch.eye(2).to_sparse()])

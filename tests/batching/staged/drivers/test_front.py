@@ -256,6 +256,26 @@ def test_a_function_that_does_more_answers_itself(caplog: pytest.LogCaptureFixtu
     assert "different results" in record.getMessage()
 
 
+def test_a_function_whose_results_cannot_be_compared_answers_itself(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    numpy = pytest.importorskip("numpy")
+
+    class Answer:
+        def __eq__(self, other: object) -> Any:
+            return numpy.zeros(2) == 0  # as that of a data frame
+
+        __hash__ = None  # type: ignore[assignment]
+
+    def last(items: list[int]) -> list[Answer]:
+        return [Answer() for _ in items]
+
+    with plain(last, model=StagedModel([double, last])) as batcher:
+        assert all(isinstance(each, Answer) for each in batcher.map(range(3)))
+    (record,) = caplog.records
+    assert "cannot be compared" in record.getMessage()
+
+
 def test_rounding_is_no_difference(caplog: pytest.LogCaptureFixture) -> None:
     numpy = pytest.importorskip("numpy")
     staged = StagedModel([lambda batch: batch * 1.00001, lambda batch: batch * 2])

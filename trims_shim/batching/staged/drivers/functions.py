@@ -188,9 +188,9 @@ class StagedFunction(BatchFunction):
             return True
         self.is_distrusted = True
         _logger.warning(
-            "%s and the stages of its model come to different results; from now on the function "
-            "alone answers, without stages. If the function does more than the model, make that a "
-            "part of the last stage",
+            "%s and the stages of its model come to different results, or to some that cannot be "
+            "compared; from now on the function alone answers, without stages. If the function "
+            "does more than the model, make that a part of the last stage",
             self.name,
         )
         return False
