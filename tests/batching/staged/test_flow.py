@@ -167,3 +167,32 @@ def test_taking_undoes_joining(sizes: list[int], random: Any) -> None:
         taken = take(joined, rows)[0]
         assert torch.equal(taken, joined[0][rows])
         assert torch.equal(take(joined, sorted(rows))[0], value)
+
+
+@dataclass
+class Scaled:
+    """Computes more of its rows than its fields."""
+
+    hidden: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.largest = self.hidden.amax(1)
+
+
+def test_attributes_that_are_no_fields_are_joined_and_taken_too() -> None:
+    states = [Scaled(torch.full((1, 2), each)) for each in (1.0, 2.0, 3.0)]
+    joined = join(states)
+    assert joined.largest.tolist() == [1, 2, 3]
+    assert take(joined, [0, 2]).largest.tolist() == [1, 3]
+    assert join([Shared(states[0]), Shared(states[0])]).value is states[0]
+
+
+def test_attributes_that_are_no_fields_may_differ() -> None:
+    states = [Scaled(torch.ones(1, 2)) for _ in range(2)]
+    for state, factor in zip(states, (0.5, 2.0), strict=True):
+        state.factor = factor  # type: ignore[attr-defined]
+    with pytest.raises(NotJoinable, match="factor"):
+        join(states)
+    states[0].count = 1  # type: ignore[attr-defined]
+    with pytest.raises(BadBatch, match="count"):
+        rows_of(states[0])

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 __all__ = [
+    "others_of",
     "part_of",
     "parts_of",
     "rebuilt_dataclass",
@@ -78,11 +79,17 @@ def rebuilt_dataclass(like: Any, values: dict[str, Any]) -> Any:
     """
     kind: Any = type(like)
     rebuilt = kind.__new__(kind)
-    # Attributes that are no fields, unless computed from them; with __slots__ there are none.
-    others = getattr(like, "__dict__", {})
-    for name in others.keys() - values.keys():
-        if not isinstance(getattr(kind, name, None), functools.cached_property):
-            rebuilt.__dict__[name] = others[name]
-    for name, value in values.items():
+    for name, value in {**others_of(like), **values}.items():
         object.__setattr__(rebuilt, name, value)
     return rebuilt
+
+
+def others_of(item: Any) -> dict[str, Any]:
+    """The attributes of a dataclass that are no fields, without properties that it has cached."""
+    fields = {field.name for field in dataclasses.fields(item)}
+    return {
+        name: value
+        for name, value in getattr(item, "__dict__", {}).items()  # with __slots__ there is none
+        if name not in fields
+        and not isinstance(getattr(type(item), name, None), functools.cached_property)
+    }

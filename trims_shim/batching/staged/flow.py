@@ -6,7 +6,7 @@ An *activation* is what a stage returns and the next one gets:
 a tensor or array              ``[batch, ...]``: the batch is its first axis
 a list                         one element for each row; no element is an array
 a tuple, named tuple, mapping  several activations of one batch
-or dataclass
+or dataclass                   (of a dataclass, also attributes that are no fields)
 a :class:`Shared`              anything without a batch axis, equal in all batches that are joined
 None, text, bools, floats      treated like a Shared; arrays without axes as well
 =============================  ===================================================================
@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trims_shim.batching.collating.arrays import ArrayLibrary, library_of
-from trims_shim.batching.collating.structures import part_of, parts_of, with_parts
+from trims_shim.batching.collating.structures import others_of, part_of, parts_of, with_parts
 from trims_shim.batching.staged.activations import Shared
 from trims_shim.errors import BadBatch
 
@@ -90,7 +90,7 @@ def _rows_of(value: Any, where: str) -> int | None:
             f"returned the number {value}{where}: the size of a batch changes between stages; wrap "
             "it into Shared if it is the same for every batch, or else take it from the tensors"
         )
-    parts = parts_of(value)
+    parts = _parts_of(value)
     if parts is None:
         raise BadBatch(
             f"returned an object of type {type(value).__name__}{where}, whose rows are not known; "
@@ -132,7 +132,7 @@ def _take(value: Any, rows: Sequence[int], runs: Sequence[slice]) -> Any:
         return _taken(library, value, runs)
     if isinstance(value, list):
         return [value[row] for row in rows]
-    parts = None if isinstance(value, Shared) else parts_of(value)
+    parts = None if isinstance(value, Shared) else _parts_of(value)
     if parts is None:
         return value
     return with_parts(value, {name: _take(part, rows, runs) for name, part in parts.items()})
@@ -180,11 +180,11 @@ def _join(values: Sequence[Any], where: str) -> Any:
     if isinstance(first, Shared) or library is not None:
         _check_alike(values, where)
         return first
-    parts = parts_of(first)
+    parts = _parts_of(first)
     if parts is None:
         _check_alike(values, where)
         return first
-    every = [parts_of(each) or {} for each in values]
+    every = [_parts_of(each) or {} for each in values]
     if any(each.keys() != parts.keys() for each in every):
         raise NotJoinable(f"structures differ{where}")
     joined = {
@@ -229,7 +229,18 @@ def _is_alike(one: Any, other: Any) -> bool:
         return bool(one.shape) or bool(one == other)
     if isinstance(one, list):
         return len(one) == len(other) and all(map(_is_alike, one, other))
-    parts, others = parts_of(one), parts_of(other)
+    parts, others = _parts_of(one), _parts_of(other)
     if parts is None or others is None:
         return bool(one == other)
     return parts.keys() == others.keys() and all(_is_alike(parts[n], others[n]) for n in parts)
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def _parts_of(value: Any) -> Mapping[Any, Any] | None:
+    """The parts of a structure; a dataclass may have computed more of its rows than its fields."""
+    parts = parts_of(value)
+    if parts is None or isinstance(value, Mapping | tuple):
+        return parts
+    return {**parts, **others_of(value)}
