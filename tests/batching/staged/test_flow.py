@@ -98,6 +98,12 @@ class TestTake:
         assert rows.tolist() == [2]
         assert taken is scale
 
+    def test_rows_that_share_their_memory_are_copied(self) -> None:
+        expanded = torch.ones(2).expand(3, 2)
+        take(expanded, [0]).mul_(5)
+        assert take(expanded, [1]).tolist() == [[1, 1]]
+        assert take(numpy.broadcast_to(numpy.ones(2), (3, 2)), [1]).flags.writeable
+
     def test_no_rows(self) -> None:
         assert take(torch.zeros(3, 2), []).shape == (0, 2)
 

@@ -59,6 +59,10 @@ class ArrayLibrary(ABC):
         """How many rows ``batch`` has; None if it has no axis."""
         return int(batch.shape[0]) if batch.shape else None
 
+    def is_expanded(self, batch: Any) -> bool:
+        """Whether all rows share the same memory: who writes to one, writes to all of them."""
+        return False
+
     @abstractmethod
     def parts(self, batch: Any, sizes: Sequence[int] | None) -> list[Any]:
         """The rows of ``batch``, or its slices of these sizes along the first axis."""
@@ -149,6 +153,9 @@ class _Torch(ArrayLibrary):
     def count(self, batch: Any) -> int | None:
         return int(batch.size(0)) if batch.dim() else None  # nested tensors have no shape
 
+    def is_expanded(self, batch: Any) -> bool:
+        return bool(batch.stride(0) == 0)
+
     def parts(self, batch: Any, sizes: Sequence[int] | None) -> list[Any]:
         import torch
 
@@ -164,8 +171,8 @@ class _Torch(ArrayLibrary):
         parts = [part.detach() for part in parts]
         if batch.layout is not torch.strided or batch.is_nested:
             return parts
-        if len(parts) > 1 and batch.stride(0) == 0:
-            return [part.clone() for part in parts]  # expanded: all rows share the same memory
+        if len(parts) > 1 and self.is_expanded(batch):
+            return [part.clone() for part in parts]
         held_bytes = batch.untyped_storage().nbytes()
         if held_bytes <= _HELD_BYTES:
             return parts
@@ -225,6 +232,9 @@ class _Numpy(ArrayLibrary):
         mask = numpy.arange(length)[None, :] < numpy.array(lengths)[:, None]
         return mask if is_boolean else mask.astype(numpy.int64)
 
+    def is_expanded(self, batch: Any) -> bool:
+        return bool(batch.strides[0] == 0)
+
     def parts(self, batch: Any, sizes: Sequence[int] | None) -> list[Any]:
         if sizes is None:
             parts = list(batch)
@@ -233,8 +243,8 @@ class _Numpy(ArrayLibrary):
                 return parts
         else:
             parts = [batch[start:end] for start, end in _bounds(sizes)]
-        if len(parts) > 1 and batch.strides[0] == 0:
-            return [part.copy() for part in parts]  # broadcast: all rows share the same memory
+        if len(parts) > 1 and self.is_expanded(batch):
+            return [part.copy() for part in parts]
         held_bytes = _held_bytes(batch)
         if held_bytes <= _HELD_BYTES:
             return parts

@@ -52,8 +52,8 @@ def take(value: Any, rows: Sequence[int]) -> Any:
     """Return these rows of an activation, in this order, each at most once.
 
     All rows in order give the activation itself, neighbouring rows a view (where the library has
-    views), others a copy. Raises BadBatch as :func:`rows_of`, and NotJoinable for arrays that
-    cannot be taken apart (sparse, nested).
+    views), others, and rows that share their memory, a copy. Raises BadBatch as
+    :func:`rows_of`, and NotJoinable for arrays that cannot be taken apart (sparse, nested).
     """
     count = rows_of(value)
     if count is None or (len(rows) == count and _is_range(rows) and (not count or rows[0] == 0)):
@@ -143,7 +143,7 @@ def _taken(library: ArrayLibrary, array: Any, runs: Sequence[slice]) -> Any:
         return array
     if library.signature(array) is None:
         raise NotJoinable(f"a {type(array).__name__} of this kind cannot be taken apart")
-    if len(runs) == 1:
+    if len(runs) == 1 and not library.is_expanded(array):  # a stage may write to its rows
         return array[runs[0], ...]
     return library.concatenate([array[run, ...] for run in runs])
 
