@@ -35,3 +35,11 @@ def test_what_is_no_flag_is_refused(other: Any) -> None:
         EarlyExit(other, [], [])
     with pytest.raises(BadBatch, match="Stepped: finished has to be a boolean for each row"):
         Stepped([], [], other)
+
+
+@pytest.mark.parametrize("flags", [[True, False], numpy.array([True, False])])
+def test_rows_that_go_on_with_nothing_are_refused(flags: Any) -> None:
+    """Found: each step got the arguments of the first one again, without end."""
+    with pytest.raises(BadBatch, match="not finished and state is None"):
+        Stepped(None, ["a", "b"], flags)
+    Stepped(None, ["a", "b"], [True, True])

@@ -49,6 +49,11 @@ class Stepped:
 
     def __post_init__(self) -> None:
         _check_flags("Stepped", self.finished)
+        if self.state is None and not all(self.finished):
+            raise BadBatch(
+                "Stepped: rows are not finished and state is None, with which a loop begins anew; "
+                "give what the next step continues with"
+            )
 
 
 def _check_flags(name: str, flags: Any) -> None:
