@@ -123,6 +123,24 @@ def test_extra_files(daemon: FakeDaemon, path: Path) -> None:
     assert mine["note.txt"] == b"seen"
 
 
+def test_conjugate_and_negated_views_stay_so(daemon: FakeDaemon, tmp_path: Path) -> None:
+    model = torch.nn.Linear(64, 64)
+    weights = {
+        "conjugate": torch.randn(64, 64, dtype=torch.complex64).conj(),
+        "negated": torch._neg_view(torch.randn(64, 64)),
+    }
+    for name, tensor in weights.items():
+        model.register_buffer(name, tensor)
+    path = tmp_path / "model.pt"
+    path.write_bytes(saved(model))
+    module = load(path)
+    assert is_shared(module.weight)
+    for name, tensor in weights.items():
+        found = getattr(module, name)
+        assert (found.is_conj(), found.is_neg()) == (tensor.is_conj(), tensor.is_neg())
+        assert torch.equal(found, tensor)
+
+
 def test_what_is_saved_again_is_whole(daemon: FakeDaemon, path: Path, archive: bytes) -> None:
     again = saved(load(path))
     assert_same(load(io.BytesIO(again)), archive)

@@ -227,10 +227,18 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _made(
-    uses: Counter[str], storage: _Storage, offset: Any, size: Any, stride: Any, *_: Any
-) -> _Tensor:
+    uses: Counter[str],
+    storage: _Storage,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    _requires_grad: Any,
+    _hooks: Any,
+    *metadata: Any,
+) -> _Tensor | None:
     uses[storage.key] += 1
-    return _Tensor(storage, offset, size, stride)
+    # Of a conjugate or negated view: what is laid over its bytes would be neither.
+    return None if metadata else _Tensor(storage, offset, size, stride)
 
 
 def _other(uses: Counter[str], *arguments: Any) -> None:
