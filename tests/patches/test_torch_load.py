@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import io
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,27 @@ def test_after_an_error_of_ours_torch_unpickles(
     assert torch.load(path)["weight"].tolist() == list(range(10))
     assert events("recipe_error:RuntimeError") == before + 1
     assert daemon.reads(path) == 1
+
+
+@pytest.mark.parametrize("count", [b"G\x40\x24" + bytes(6), b"X\1\0\0\0a"], ids=["10.0", "a"])
+def test_a_count_that_is_no_integer_is_refused_by_torch(
+    daemon: FakeDaemon, path: str, tmp_path: Path, count: bytes
+) -> None:
+    with zipfile.ZipFile(path) as archive:
+        pickled = archive.read("model/data.pkl")
+    assert pickled.count(b"K\x0at") == 1
+    damaged = tmp_path / "damaged.pt"
+    writer: Any = torch._C.PyTorchFileWriter(str(damaged))
+    for name, content in [
+        ("data.pkl", pickled.replace(b"K\x0at", count + b"t")),
+        ("data/0", bytes(40)),
+    ]:
+        writer.write_record(name, content, len(content))
+    writer.write_end_of_file()
+    for source in (damaged, io.BytesIO(damaged.read_bytes())):
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            torch.load(source)
+    assert daemon.reads(damaged) == 1
 
 
 def test_the_argument_of_a_load_that_failed_is_forgotten(

@@ -85,7 +85,7 @@ class ArchiveReader(_FileReader):  # type: ignore[misc]
 
     @uncompiled
     def get_storage_from_record(self, name: str, numel: int, dtype: Any) -> Any:
-        if numel > 0:
+        if type(numel) is int and numel > 0:  # torch refuses others, as a damaged pickle has them
             served = self.served()
             size_bytes = numel * (1 if dtype is torch.UntypedStorage else dtype.itemsize)
             span = None if served is None else served.record(name, size_bytes)
