@@ -218,10 +218,12 @@ def test_no_hit_keeps_the_connection_and_its_leases(reply: OpenPreparedReply) ->
         with pytest.raises(NotServed) as caught:
             dialled.open(digest="d")
         assert caught.value.reason == reason
-    dialled.open(digest="d")
+    model = dialled.open(digest="d")
     assert len(dialled.lines) == 1
     assert dialled.lines[0].is_open
     assert dialled.lines[0].released == [7]
+    del model  # the end of the last reference gives the lease up, too
+    assert dialled.lines[0].released == [7, 7]
 
 
 def test_an_answer_that_may_still_come_costs_the_connection() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from harness import World
 
+from faults.prepared_worlds import model
+
 INTERRUPTING = """
 import gc, itertools, sys
 from trims_shim.client.cache import cache
@@ -65,3 +67,21 @@ def test_no_memory_is_lost_by_an_interrupt(running: World) -> None:
     assert descriptors == []
     assert mappings == []
     running.assert_account()
+
+
+def test_no_lease_of_a_prepared_model_is_lost_by_an_interrupt(prepared_world: World) -> None:
+    turns, leases = prepared_world.run(
+        INTERRUPTING
+        + f"""
+from trims_shim.patches.onnxruntime_warm import prepare
+path = {model(prepared_world)!r}
+prepare(path).release()
+for turn in itertools.count():
+    if not is_interrupted(lambda: prepare(path), turn):
+        break
+prepare(path).release()  # with what could not be sent before
+say([turn, sum(each.leases for each in cache().request(admin.GetStatusRequest()).prepared)])
+"""
+    )
+    assert turns > 100
+    assert leases == 0

@@ -22,7 +22,7 @@ from trims_shim.client.arenas import Arena, Image, Original
 from trims_shim.client.connection import Granted
 from trims_shim.client.descriptors import OwnDescriptor
 from trims_shim.client.pool import Line, Pool
-from trims_shim.client.prepared import PreparedModel, prepared_model
+from trims_shim.client.prepared import PreparedLease, PreparedModel, prepared_model
 from trims_shim.config import Config
 from trims_shim.errors import NoSpace, NotServed, WireError
 from trims_shim.late_imports import ensure_imported
@@ -162,13 +162,18 @@ class Cache:
         """
         request = messages.OpenPreparedRequest(0, path, digest, recipe, package, search_path)
 
-        def ask(connection: Line) -> tuple[messages.OpenPreparedReply, Callable[[], None]]:
+        def ask(connection: Line) -> tuple[messages.OpenPreparedReply, PreparedLease]:
             reply = connection.open_prepared(request, descriptor=descriptor)
-            return reply, lambda: connection.release(reply.lease)
 
-        reply, release = self._pool.ask(ask, may_start=self.config.autostart)
+            def release() -> None:
+                if reply.lease:
+                    connection.release(reply.lease)
+
+            return reply, PreparedLease(release)
+
+        reply, lease = self._pool.ask(ask, may_start=self.config.autostart)
         name = path or digest[:12]
-        model = prepared_model(reply, name=name, release=release)
+        model = prepared_model(reply, name=name, release=lease.release)
         _note(name, reply.outcome)
         return model
 

@@ -9,6 +9,7 @@ harmless, because mapped files outlive their names.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,17 +17,35 @@ from trims_shim.errors import NotServed, WireError
 from trims_shim.specs import Identity
 from trims_shim.wire import messages
 
-__all__ = ["PreparedModel", "prepared_model"]
+__all__ = ["PreparedLease", "PreparedModel", "prepared_model"]
 
 _RENAMED = {"file_changed": "model_changed"}
 """A change of the file during a load is worth a warning. A change during preparation is not: this
 load takes the file as it is, and the next one asks again."""
 
 
+class PreparedLease:
+    """A lease that ends with the last reference to it, or to :meth:`release`.
+
+    So no interrupt loses it, wherever it comes between the reply and the end of the session.
+    """
+
+    __slots__ = ("__weakref__", "_end")
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._end = weakref.finalize(self, release)
+        self._end.atexit = False
+
+    def release(self) -> None:
+        """Give it up now; a second call does nothing."""
+        self._end()
+
+
 class PreparedModel(NamedTuple):
     """A prepared model under a lease; ``path`` is its graph, the weights are beside it.
 
-    ``release`` gives up the lease; it never blocks or raises and is safe in a finalizer.
+    ``release`` gives up the lease; it never blocks or raises and is safe in a finalizer. The lease
+    lives until then, or as long as something holds ``release``.
     """
 
     path: str
