@@ -180,7 +180,9 @@ def test_weights_are_not_packed_if_so_configured(path: str) -> None:
     assert b"prepacked" not in Path(model.stages[0].source.path).read_bytes()
 
 
-def test_temporary_files_go_with_the_stages(path: str) -> None:
+def test_temporary_files_go_with_the_stages(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no daemon is asked for others."""
+    monkeypatch.setattr("trims_shim.patches.onnxruntime_warm.prepare", pytest.fail)
     save(layers(2))(Path(path))
     model = slice_onnx(path, 2, is_shared=False)
     folder = model.stages[0].source.folder
@@ -198,6 +200,14 @@ def test_there_may_be_fewer_borders_than_wanted(path: str) -> None:
     model = slice_onnx(path, 20)
     assert 2 <= len(model) < 20
     assert bits(model(made.feeds[0])) == bits(whole(path, made.feeds[0]))
+
+
+def test_a_line_of_nodes_may_be_cut_between_any_two_of_them(path: str) -> None:
+    """And not before the first, which would be a stage of nothing."""
+    save(layers(2))(Path(path))
+    traced = TracedOnnx(path)
+    assert [cut.position for cut in traced.cuts] == list(range(1, len(traced.times_ns)))
+    assert len(traced.even(20)) == len(traced.times_ns)
 
 
 def test_what_depends_on_other_rows_does_not_cross(path: str) -> None:
