@@ -1,0 +1,79 @@
+"""``top`` on a terminal: a picture after the other, until somebody or the daemon ends it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from trims_shim.cli import top
+from trims_shim.cli.exits import Exit
+from trims_shim.cli.main import main
+from trims_shim.errors import DaemonUnavailable
+from trims_shim.wire.admin import GetStatusReply, MemoryStatus
+
+S = 1_000_000_000
+
+
+def status(at_ns: int, *, pid: int = 3, **counters: int) -> GetStatusReply:
+    memory = MemoryStatus("memfd", "", 1 << 20, 0, 0, 0)
+    return GetStatusReply("1.0", 3, pid, 0, at_ns, 0.0, "", memory, (), (), counters)
+
+
+def drawn(now: GetStatusReply, before: GetStatusReply | None) -> str:
+    return str(top._draw(now, before, 200).renderables[0])
+
+
+def test_rates_are_per_second_since_the_last_picture() -> None:
+    before = status(10 * S, open_hit=5, prepared_hit=1)
+    now = status(14 * S, open_hit=15, prepared_hit=3, refused=1)
+    assert "2.5 hits/s, 0.0 misses/s, 0.5 prepared/s, 0.2 refusals/s;" in drawn(now, before)
+
+
+@pytest.mark.parametrize("before", [None, status(10 * S, pid=4), status(14 * S), status(15 * S)])
+def test_there_are_no_rates_without_an_earlier_picture_of_the_same_daemon(
+    before: GetStatusReply | None,
+) -> None:
+    assert "hits/s" not in drawn(status(14 * S, open_hit=5), before)
+
+
+@pytest.fixture
+def live(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Exit]:
+    """Run it on a terminal, with what the daemon answers."""
+
+    def run(*answers: GetStatusReply | BaseException, options: Sequence[str] = ()) -> Exit:
+        left: Iterator[GetStatusReply | BaseException] = iter(answers)
+
+        def ask() -> GetStatusReply:
+            answer = next(left)
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+
+        monkeypatch.setattr(top, "ask", ask)
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        monkeypatch.setenv("COLUMNS", "200")
+        return Exit(main(["top", "--interval", "0.1", *options]))
+
+    return run
+
+
+def test_it_draws_until_ctrl_c(
+    live: Callable[..., Exit], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pictures = [status(number * S, open_hit=number * number) for number in range(3)]
+    assert live(*pictures, KeyboardInterrupt()) == Exit.OK
+    shown = capsys.readouterr().out
+    assert shown.index("1.0 hits/s") < shown.index("3.0 hits/s")
+
+
+def test_it_draws_once_if_told_to(live: Callable[..., Exit]) -> None:
+    assert live(status(0), options=["--once"]) == Exit.OK
+
+
+def test_it_ends_with_the_daemon(
+    live: Callable[..., Exit], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert live(status(0), DaemonUnavailable("gone")) == Exit.NO_DAEMON
+    assert capsys.readouterr().out.endswith("the daemon has gone\n")
