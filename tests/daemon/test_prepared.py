@@ -1162,11 +1162,18 @@ class TestOff:
     def test_a_scan_that_fails_is_no_silence(
         self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """Also for those who have asked before."""
+
         def fail(self: Any) -> None:
             raise ZeroDivisionError("a bug")
 
         monkeypatch.setattr("trims_shim.daemon.prepared.files.PreparedFiles.open", fail)
-        world = make_world()
+        world = make_world(is_started=False)
+        assert world.ask(model) is None
+        world.prepared.start()
+        world.turn()
+        ((_, early),) = world.replies
+        assert (early.outcome, early.reason) == ("refused", "prepared_off")
         assert world.outcome(model) == "refused prepared_off"
 
 

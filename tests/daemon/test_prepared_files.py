@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -174,6 +176,26 @@ class TestPublication:
         files.publish(making, manifest())
         within = ["model.onnx", "weights.bin", "entry.json"]
         assert done == [*within, os.path.basename(making), "rename", "prepared"]
+
+    @pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+    def test_a_directory_that_cannot_be_synced(
+        self, files: PreparedFiles, monkeypatch: pytest.MonkeyPatch, number: int
+    ) -> None:
+        """Some file systems have nothing to sync; others fail to, and nothing gets its name."""
+        sync = os.fsync
+
+        def fail(descriptor: int) -> None:
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                raise OSError(number, os.strerror(number))
+            sync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", fail)
+        if number == errno.EINVAL:
+            assert publish(files) == files.load(A)
+        else:
+            with pytest.raises(OSError, match=os.strerror(number)):
+                publish(files)
+            assert names(files) == []
 
     def test_what_is_damaged_as_soon_as_it_has_its_name(
         self, files: PreparedFiles, monkeypatch: pytest.MonkeyPatch
@@ -445,6 +467,14 @@ class TestScan:
         os.mkdir(removed)
         open_files()
         assert names(ours) == []
+
+    def test_what_is_being_made_stays_where_another_is_begun(
+        self, open_files: Callable[[], PreparedFiles]
+    ) -> None:
+        """As where a preparation is stuck, and others go on."""
+        files = open_files()
+        makings = [files.make(), files.make()]
+        assert all(map(os.path.exists, makings))
 
     def test_another_one_was_just_cleaning_up(
         self, open_files: Callable[[], PreparedFiles], tmp_path: Path
