@@ -420,6 +420,26 @@ def test_a_damaged_copy_is_replaced(copies: Copies, home: Path) -> None:
     assert names_in(home) == ["k-1"]
 
 
+def test_a_copy_stays_where_another_cannot_take_its_place(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = keep(copies, "k-1")
+    partial = copies.claim("k-1")
+    assert partial is not None
+    rename = os.rename
+
+    def fail(source: str, target: str) -> None:
+        if source == partial.path:
+            raise PermissionError(errno.EACCES, "no")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(PermissionError):
+        copies.publish(partial, "k-1")
+    assert names_in(path) == ["x.pt"]
+    partial.discard()
+
+
 def test_who_has_it_open_keeps_the_bytes(copies: Copies) -> None:
     path = keep(copies, "k-1", 100)
     with open(path / "x.pt", "rb") as file:
