@@ -53,6 +53,7 @@ def test_parts_and_the_whole(web: WebServer) -> None:
     url = web.put("vit.pt", CONTENT)
     assert read(url) == CONTENT
     assert read(url, 100, 200) == CONTENT[100:200]
+    assert read(url, 1) == CONTENT[1:]
     assert read(url, 299_999) == CONTENT[-1:]
 
 
@@ -263,6 +264,8 @@ def test_no_server() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(RemoteUnreachable, match=r"x.pt: not reachable: .*refused"):
             looked(f"http://127.0.0.1:{port}/x.pt?secret")
+    with pytest.raises(RemoteUnreachable, match=r"x.pt: not reachable: no host given"):
+        looked("http:///x.pt")
 
 
 def test_redirects_are_followed_and_the_name_stays(web: WebServer) -> None:
