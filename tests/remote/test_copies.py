@@ -8,6 +8,7 @@ import os
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -438,6 +439,21 @@ def test_a_copy_stays_where_another_cannot_take_its_place(
         copies.publish(partial, "k-1")
     assert names_in(path) == ["x.pt"]
     partial.discard()
+
+
+def test_directories_that_have_nothing_to_sync(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some network file systems say EINVAL."""
+    sync = os.fsync
+
+    def fail(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "no")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    assert names_in(keep(copies, "k-1")) == ["x.pt"]
 
 
 def test_who_has_it_open_keeps_the_bytes(copies: Copies) -> None:

@@ -37,6 +37,7 @@ from trims_shim.daemon.prepared.directory import (
     make,
     problem_of,
     space_of,
+    sync,
 )
 from trims_shim.errors import RemoteError
 from trims_shim.printable import size
@@ -197,7 +198,7 @@ class Copies:
                 raise
             self._remove(path)  # What is there is damaged.
             os.rename(partial.path, path)
-        _sync(self.directory)
+        sync(self.directory)
         os.utime(path, follow_symlinks=False)
         fcntl.flock(partial.descriptor.number, fcntl.LOCK_SH)
         # The kernel gives the exclusive lock up first: the copy can go in between.
@@ -350,14 +351,6 @@ def _set_modes(path: str, mode: int) -> None:
 
 def _sync_all(path: str) -> None:
     for file in _files(path):
-        _sync(file)
+        sync(file)
     for directory, _, _ in os.walk(path):
-        _sync(directory)
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(directory)

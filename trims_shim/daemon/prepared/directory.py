@@ -8,6 +8,7 @@ changes nothing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from typing import NamedTuple
@@ -24,6 +25,7 @@ __all__ = [
     "make",
     "problem_of",
     "space_of",
+    "sync",
 ]
 
 _MARGIN_BYTES = 1 << 30
@@ -159,6 +161,19 @@ def _existing_parent(path: str) -> str:
     while not os.path.exists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     return path
+
+
+def sync(path: str) -> None:
+    """Write a file or directory, which is no link, to the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems have nothing to sync in a directory, and say so with EINVAL.
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def _roots_problem(parent: str) -> str:

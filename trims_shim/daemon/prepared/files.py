@@ -34,7 +34,7 @@ from typing import NamedTuple
 from blake3 import blake3
 
 from trims_shim._version import __version__
-from trims_shim.daemon.prepared.directory import examine, make, problem_of
+from trims_shim.daemon.prepared.directory import examine, make, problem_of, sync
 from trims_shim.daemon.prepared.key import LAYOUT_VERSION
 from trims_shim.daemon.prepared.manifest import (
     FileStamp,
@@ -170,7 +170,7 @@ class PreparedFiles:
         model, weights = _seal(making)
         manifest = manifest._replace(model=model, weights=weights)
         _write(os.path.join(making, _MANIFEST), render(manifest))
-        _sync(making)
+        sync(making)
         target = os.path.join(self.directory, manifest.key)
         for _ in range(_ATTEMPTS):
             try:
@@ -185,7 +185,7 @@ class PreparedFiles:
                 self.delete(self.retire(manifest.key))
             else:
                 break
-        _sync(self.directory)
+        sync(self.directory)
         published = self.load(manifest.key)
         if published is None:
             raise CorruptFile(f"{target} is not there, or damaged, just after it was published")
@@ -440,15 +440,3 @@ def _replace(path: str, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(fresh)
         raise
-
-
-def _sync(directory: str) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems have nothing to sync there, and say so with EINVAL.
-        if error.errno != errno.EINVAL:
-            raise
-    finally:
-        os.close(descriptor)
