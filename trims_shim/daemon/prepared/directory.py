@@ -1,8 +1,8 @@
 """Where prepared ONNX models are kept, and whether they can be.
 
 Owns the settings of the directory and the checks of it: its owner, who may write to it, how much
-room there is, and whether its file system keeps deleted files for those who map them. Makes and
-changes nothing.
+room there is, and whether its file system keeps deleted files for those who map them. The checks
+make and change nothing.
 """
 
 from __future__ import annotations
