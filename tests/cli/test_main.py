@@ -17,7 +17,7 @@ from trims_shim.cli.main import main, make_parser
 from .conftest import ROOT, Trims
 
 FIRST = ["demo", "run", "warm", "fetch"]
-LOOKING = ["status", "top", "info", "ls"]
+LOOKING = ["status", "top", "info", "ls", "metrics"]
 STEERING = ["pin", "unpin", "evict", "verify", "stop"]
 SETTING_UP = ["autostart", "completion", "daemon"]
 BESIDES = ["batch", "stage", "plan"]
@@ -29,7 +29,7 @@ GROUPED = [
     "stage profile",
     "stage plot",
 ]
-PRINTS_DATA = set(COMMANDS) - {"run", "daemon", "completion", *BESIDES}
+PRINTS_DATA = set(COMMANDS) - {"metrics", "run", "daemon", "completion", *BESIDES}
 NEEDS_DAEMON = (
     ("status",),
     ("ls",),

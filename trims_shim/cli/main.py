@@ -25,7 +25,7 @@ from trims_shim.cli.batch_arguments import add_batch
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.plan_arguments import add_plan
 from trims_shim.cli.stage_arguments import add_stage
-from trims_shim.cli.values import count, positive
+from trims_shim.cli.values import address, count, positive
 from trims_shim.config import platform_problem
 from trims_shim.errors import ConfigError, DaemonUnavailable, TrimsError
 from trims_shim.printable import printable
@@ -268,6 +268,20 @@ def _add_looking(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     add_command(
         commands, "ls", "status:list_images", "list the images in the cache", "trims ls --json"
+    )
+    metrics = add_command(
+        commands,
+        "metrics",
+        "metrics:metrics",
+        "print the daemon's numbers for Prometheus, or serve them",
+        "trims metrics --listen 9464",
+        has_json=False,
+    )
+    metrics.add_argument(
+        "--listen",
+        type=address,
+        metavar="[HOST:]PORT",
+        help="serve them over HTTP until Ctrl-C; without HOST on 127.0.0.1 only",
     )
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "headline",
     "list_images",
     "loads",
+    "others",
     "row_of",
     "status",
 ]
@@ -94,7 +95,7 @@ def list_images(arguments: argparse.Namespace) -> Exit:
 def describe(reply: GetStatusReply) -> dict[str, Any]:
     """The reply as JSON-able data, with what this process knows in addition."""
     described: dict[str, Any] = codec.plain(reply) | loads(reply.counters)
-    described["clients"] = [codec.plain(client) for client in _others(reply)]
+    described["clients"] = [codec.plain(client) for client in others(reply)]
     return described | {
         "running": True,
         "socket_dir": cache().endpoint.directory,
@@ -186,7 +187,7 @@ def _by_reason(counts: dict[str, int]) -> str:
     return f"{sum(counts.values())} ({reasons})"
 
 
-def _others(reply: GetStatusReply) -> list[ClientStatus]:
+def others(reply: GetStatusReply) -> list[ClientStatus]:
     """Every client but this command."""
     return [client for client in reply.clients if client.pid != os.getpid()]
 
@@ -204,7 +205,7 @@ def _show(reply: GetStatusReply) -> None:
         print(f"... {len(reply.images) - _IMAGES_SHOWN} more: `trims ls`")
     if reply.prepared:
         print(f"\nprepared ONNX models\n{prepared_table(reply)}")
-    clients = _others(reply)
+    clients = others(reply)
     print(f"\n{counted(len(clients), 'client')}")
     if clients:
         print(_clients(clients, reply.now_ns))

@@ -7,8 +7,9 @@ import os
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["count", "counts", "line", "not_negative", "output", "positive", "shares"]
+__all__ = ["address", "count", "counts", "line", "not_negative", "output", "positive", "shares"]
 
+_LOOPBACK = "127.0.0.1"
 _N = TypeVar("_N", int, float)
 _MOST = 1e9
 """As milliseconds 11 days. Far larger ones, in nanoseconds, are more than can be reckoned with."""
@@ -60,6 +61,14 @@ def line(text: str) -> tuple[float, float]:
     if not sum(line):
         raise argparse.ArgumentTypeError("a batch has to take some time")
     return line
+
+
+def address(text: str) -> tuple[str, int]:
+    """``9464``, ``0.0.0.0:9464`` or ``[::]:9464``: a host, by default this machine, and a port."""
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") or _LOOPBACK
+    what = "a port from 0 to 65535, or HOST:PORT"
+    return host, _read(port, int, lambda number: 0 <= number <= 65535, what)
 
 
 def output(text: str) -> str:

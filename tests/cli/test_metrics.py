@@ -1,0 +1,148 @@
+"""``trims metrics``: what Prometheus gets of a real daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from trims_shim.cli import metrics
+from trims_shim.cli.exits import Exit
+from trims_shim.cli.main import main
+from trims_shim.wire import handover, messages
+
+from .conftest import LIMIT_S, MODEL_BYTES, Trims
+from .test_devices import FIRST, GIB, SECOND, WITH_DEVICES
+
+Samples = dict[str, float]
+
+
+def samples(text: str) -> Samples:
+    """By name and values of labels, in the order of these: ``trims_cache_images{host}``."""
+    return {
+        each.name + "".join(f"{{{value}}}" for value in each.labels.values()): each.value
+        for family in text_string_to_metric_families(text)
+        for each in family.samples
+    }
+
+
+def test_what_is_printed_of_a_daemon(warmed: Trims) -> None:
+    done = warmed("metrics")
+    assert done.returncode == Exit.OK, done.stderr
+    found = samples(done.stdout)
+    assert found["trims_cache_up"] == 1
+    assert found["trims_cache_clients"] == 0, "the command itself is not counted"
+    assert found["trims_cache_budget_bytes{host}"] == 64 << 20
+    assert found["trims_cache_resident_bytes{host}"] == MODEL_BYTES
+    assert found["trims_cache_images{host}"] == 1
+    assert found["trims_cache_opens_total{miss}"] == 1
+    assert found["trims_cache_image_moves_total{loaded}"] == 1
+    assert found["trims_cache_shared_bytes_total"] == MODEL_BYTES
+    assert "bert.safetensors" not in done.stdout
+
+
+def test_reasons_are_as_clients_say_them(warmed: Trims) -> None:
+    reason = 'a "reason"\n{x="1"} 2'
+    with handover.new_socket() as client:
+        client.connect(str(warmed.sockets / "handover.sock"))
+        hello = messages.Hello(messages.PROTOCOL_VERSION, "1.0", 1)
+        for each in (hello, messages.StatsReport({f"fallback:{reason}": 3, "served:torch_zip": 2})):
+            handover.send(client, each)
+        found = samples(warmed("metrics").stdout)
+    assert found[f"trims_cache_fallbacks_total{{{reason}}}"] == 3
+    assert found["trims_cache_loads_served_total{torch_zip}"] == 2
+    assert found["trims_cache_clients"] == 1
+
+
+def test_without_a_daemon_none_is_started(trims: Trims) -> None:
+    done = trims("metrics")
+    assert done.returncode == Exit.NO_DAEMON
+    assert samples(done.stdout) == {"trims_cache_up": 0}
+    assert not trims.sockets.exists()
+
+
+@contextlib.contextmanager
+def serving(trims: Trims, address: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Yield the process and the URL that it says it serves."""
+    words = [sys.executable, "-m", "trims_shim", "metrics", "--listen", address]
+    with subprocess.Popen(words, env=trims.environment, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stderr is not None
+            said = child.stderr.readline()
+            assert said.startswith("serving http://"), said
+            yield child, said.split()[1]
+        finally:
+            child.kill()
+
+
+def scrape(url: str) -> Samples:
+    with urllib.request.urlopen(url, timeout=LIMIT_S) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain")
+        return samples(answer.read().decode())
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_serving_outlives_daemons(trims: Trims, model: Path, end: signal.Signals) -> None:
+    with serving(trims, "0") as (child, url):
+        assert url.startswith("http://127.0.0.1:")
+        assert scrape(url) == {"trims_cache_up": 0}
+        assert trims("warm", str(model)).returncode == Exit.OK
+        assert scrape(url)["trims_cache_images{host}"] == 1
+        assert trims("stop").returncode == Exit.OK
+        assert scrape(url) == {"trims_cache_up": 0}
+        assert trims("warm", str(model)).returncode == Exit.OK
+        assert scrape(url)["trims_cache_images{host}"] == 1
+        child.send_signal(end)
+        assert child.wait(LIMIT_S) == Exit.OK
+
+
+def test_a_port_that_is_taken_is_named(trims: Trims) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = trims("metrics", "--listen", str(port))
+    assert done.returncode == Exit.FAILED
+    assert done.stderr == f"trims: 127.0.0.1:{port}: Address already in use\n"
+
+
+@pytest.mark.parametrize("address", ["", "x", "65536", "-1", "host:", "127.0.0.1:99999"])
+def test_what_is_no_address(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["metrics", f"--listen={address}"])
+    assert "is not a port from 0 to 65535, or HOST:PORT" in capsys.readouterr().err
+
+
+def test_devices_are_tiers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(metrics, "ask", lambda: WITH_DEVICES)
+    assert main(["metrics"]) == Exit.OK
+    found = samples(capsys.readouterr().out)
+    assert found[f"trims_cache_resident_bytes{{{FIRST}}}"] == 6 * GIB
+    assert found[f"trims_cache_lingering_bytes{{{FIRST}}}"] == 2 * GIB
+    assert found[f"trims_cache_device_free_bytes{{{FIRST}}}"] == 120 * GIB
+    assert found[f"trims_cache_device_bytes{{{SECOND}}}"] == 141 * GIB
+    assert found[f"trims_cache_device_info{{vmm}}{{NVIDIA H200}}{{{FIRST}}}"] == 1
+    assert found[f"trims_cache_images{{{FIRST}}}"] == 2
+    assert found[f"trims_cache_leases{{{FIRST}}}"] == 3
+    assert found[f"trims_cache_images{{{SECOND}}}"] == 0
+    assert found["trims_cache_not_on_device_total{no_space}"] == 3
+    assert found["trims_cache_made_private_total{optimizer}"] == 7
+    assert found["trims_cache_image_moves_total{demoted}"] == 3
+    unknown = {"trims_cache_lingering_bytes", "trims_cache_device_free_bytes"}
+    assert not {name for name in found if name.split("{")[0] in unknown and SECOND in name}
+
+
+def test_without_prometheus_client(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    assert main(["metrics"]) == Exit.FAILED
+    assert "pip install 'trims-shim[metrics]'" in capsys.readouterr().err
