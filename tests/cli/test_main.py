@@ -231,7 +231,13 @@ def test_stdout_without_room_is_named(words: list[str], unbuffered: str, trims: 
 
 
 @pytest.mark.parametrize(
-    ("words", "status"), [(["status"], Exit.NO_DAEMON), (["nothing"], Exit.USAGE)]
+    ("words", "status"),
+    [
+        (["status"], Exit.NO_DAEMON),
+        (["nothing"], Exit.USAGE),
+        (["run", "no-such-command"], Exit.NOT_FOUND),
+        (["run", "/etc/passwd"], Exit.NOT_EXECUTABLE),
+    ],
 )
 def test_stderr_without_room_changes_no_status(
     words: list[str], status: Exit, trims: Trims

@@ -15,10 +15,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sys
 import sysconfig
 
 from trims_shim.cli.exits import Exit
+from trims_shim.cli.saying import say
 from trims_shim.cli.text import print_json
 from trims_shim.errors import ConfigError
 
@@ -57,7 +57,7 @@ def autostart(arguments: argparse.Namespace) -> Exit:
     else:
         problem = ""
     if problem:
-        print(f"trims autostart: {problem}", file=sys.stderr)
+        say(f"trims autostart: {problem}")
         return Exit.FAILED
     is_installed = os.path.exists(path)
     if arguments.json:

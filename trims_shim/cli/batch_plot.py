@@ -16,7 +16,7 @@ from trims_shim.cli.batch import device_text, stream_of, stream_text
 from trims_shim.cli.batch_setup import Setup, made_up, policies, slo_ns_of
 from trims_shim.cli.drawing import Drawing, Line, Panel, show
 from trims_shim.cli.exits import Exit
-from trims_shim.cli.progress import say
+from trims_shim.cli.saying import say
 from trims_shim.errors import ConfigError
 
 __all__ = ["plot"]

@@ -24,7 +24,7 @@ from trims_shim.batching.profiles.profile import LatencyProfile, slow_sizes
 from trims_shim.batching.profiles.profile_store import SavedProfile, save_profile
 from trims_shim.batching.profiles.profiling import measure
 from trims_shim.cli.exits import Exit
-from trims_shim.cli.progress import say
+from trims_shim.cli.saying import say
 from trims_shim.cli.targets import (
     import_from_here,
     items_of,

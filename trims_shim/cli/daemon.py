@@ -15,6 +15,7 @@ from trims_shim import config as configuration
 from trims_shim.children import be_called
 from trims_shim.cli.devices import image_total
 from trims_shim.cli.exits import Exit
+from trims_shim.cli.saying import say
 from trims_shim.cli.text import counted, duration, print_json, size
 from trims_shim.client.connection import Connection
 from trims_shim.errors import DaemonTimeout, DaemonUnavailable
@@ -46,7 +47,7 @@ def serve(_arguments: argparse.Namespace) -> Exit:
     if pid is not None:
         is_ours = os.geteuid() in (0, endpoint.owner())
         advice = "`trims stop` stops it" if is_ours else "it is another user's"
-        print(f"trims daemon: {pid} serves {endpoint.directory} already; {advice}", file=sys.stderr)
+        say(f"trims daemon: {pid} serves {endpoint.directory} already; {advice}")
         return Exit.FAILED
     if not logging.getLogger("trims_shim").hasHandlers():  # TRIMS_LOG has set none up
         logging.basicConfig(

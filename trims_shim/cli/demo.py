@@ -29,7 +29,7 @@ from pathlib import Path
 from trims_shim import config
 from trims_shim.cli.daemon import stop_if_running
 from trims_shim.cli.exits import Exit
-from trims_shim.cli.progress import say
+from trims_shim.cli.saying import say
 from trims_shim.cli.text import print_json, table
 from trims_shim.errors import TrimsError
 from trims_shim.memory.limits import available_bytes
@@ -190,7 +190,7 @@ def demo(arguments: argparse.Namespace) -> Exit:
     """
     config.current()  # with settings that cannot be used, no process would be served
     if importlib.util.find_spec("torch") is None:
-        print(f"trims demo: {sys.executable} has no torch; install it there", file=sys.stderr)
+        say(f"trims demo: {sys.executable} has no torch; install it there")
         return Exit.FAILED
     note = _Notes(is_quiet=arguments.json)
     try:
@@ -202,7 +202,7 @@ def demo(arguments: argparse.Namespace) -> Exit:
         note("interrupted; everything was removed")
         return Exit.INTERRUPTED
     except _DemoFailed as error:
-        print(f"trims demo: {error}", file=sys.stderr)
+        say(f"trims demo: {error}")
         return Exit.FAILED
     is_good, sentences = _conclude(runs)
     if arguments.json:
@@ -283,7 +283,7 @@ def _stop_daemon(place: _Place) -> None:
     try:
         stop_if_running(Endpoint(str(place.sockets)))
     except TrimsError as error:
-        print(f"trims demo: the daemon of the demo was not stopped: {error}", file=sys.stderr)
+        say(f"trims demo: the daemon of the demo was not stopped: {error}")
 
 
 def _measure(place: _Place, processes: int, note: Callable[[str], None]) -> list[_Run]:

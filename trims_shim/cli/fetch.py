@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from trims_shim import config
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.progress import Progress
+from trims_shim.cli.saying import say
 from trims_shim.cli.text import behind_name, counted, print_json, printable, size
 from trims_shim.errors import ConfigError, RemoteError, TrimsError
 from trims_shim.remote import fetching
@@ -60,7 +60,7 @@ def fetch_all(
             done.append(fetched)
             progress.end(fetched.outcome, error=fetched.error, note="")
             if fetched.error and is_quiet:
-                print(f"trims: {printable(f'{shown(url)}: {fetched.error}')}", file=sys.stderr)
+                say(f"trims: {printable(f'{shown(url)}: {fetched.error}')}")
     return done
 
 

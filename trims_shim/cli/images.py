@@ -9,7 +9,6 @@ import glob
 import importlib.util
 import mmap
 import os
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from trims_shim.cli.devices import device_named, may_be_more, tier_named
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.fetch import evict_copies, fetch_all
 from trims_shim.cli.progress import Progress
+from trims_shim.cli.saying import say
 from trims_shim.cli.status import ask
 from trims_shim.cli.text import behind_name, counted, print_json, printable, size
 from trims_shim.client.cache import cache
@@ -81,7 +81,7 @@ def warm(arguments: argparse.Namespace) -> Exit:
     missing = [word or "''" for word in empty if word not in local or paths_of[word]]
     if missing:
         names = ", ".join(map(shown, missing))
-        print(f"trims warm: no model file in {printable(names)}", file=sys.stderr)
+        say(f"trims warm: no model file in {printable(names)}")
     if not paths and not arguments.json:
         return Exit.FAILED
     tier = HOST_TIER if arguments.device is None else device_named(arguments.device, _devices())
@@ -97,7 +97,7 @@ def warm(arguments: argparse.Namespace) -> Exit:
         print_json([dataclasses.asdict(each) for each in done])
     for each in done:
         if each.error and arguments.json:
-            print(f"trims: {printable(f'{each.path}: {each.said()}')}", file=sys.stderr)
+            say(f"trims: {printable(f'{each.path}: {each.said()}')}")
     return Exit.FAILED if empty or any(each.error for each in done) else Exit.OK
 
 
@@ -321,7 +321,7 @@ def verify(arguments: argparse.Namespace) -> Exit:
                 print(f"{reply.digest[:12]} {_verdict(reply.digest, check, where)}")
     is_cut = status is not None and may_be_more(status)
     if is_cut:
-        print(f"trims verify: only the {len(images)} used last were checked", file=sys.stderr)
+        say(f"trims verify: only the {len(images)} used last were checked")
     return Exit.FAILED if damaged or is_cut else Exit.OK
 
 

@@ -9,7 +9,6 @@ measured may start a daemon.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
 import importlib
 import io
@@ -24,6 +23,7 @@ from trims_shim.cli.arguments import Commands, Parser, add_command
 from trims_shim.cli.batch_arguments import add_batch
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.plan_arguments import add_plan
+from trims_shim.cli.saying import say
 from trims_shim.cli.stage_arguments import add_stage
 from trims_shim.cli.values import address, count, positive
 from trims_shim.config import platform_problem
@@ -110,8 +110,7 @@ def _complain(error: BaseException, code: Exit) -> Exit:
     if str(error) != _activate.config_problem:
         # Of libraries, some messages have several lines.
         text = "\n".join(map(printable, _text(error).split("\n")))
-        with contextlib.suppress(OSError):  # The status is still to be had if stderr is full.
-            print(f"trims: {text}", file=sys.stderr)
+        say(f"trims: {text}")
     _log.debug("this ended the command", exc_info=error)
     return code
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.prepared import counts
+from trims_shim.cli.saying import say
 from trims_shim.cli.status import ask, loads, others
 from trims_shim.errors import TrimsError
 from trims_shim.specs import HOST_TIER
@@ -54,10 +54,9 @@ def metrics(arguments: argparse.Namespace) -> Exit:
     try:
         import prometheus_client
     except ImportError as error:
-        print(
+        say(
             "trims metrics needs prometheus_client: run `pip install 'trims-shim[metrics]'`, or "
-            f"use `trims status --json` ({error})",
-            file=sys.stderr,
+            f"use `trims status --json` ({error})"
         )
         return Exit.FAILED
     cache = _Cache()
@@ -80,7 +79,7 @@ def _serve(host: str, port: int, registry: Any) -> Exit:
         server, _ = prometheus_client.start_http_server(port, host, registry)
     except OSError as error:
         raise OSError(error.errno, error.strerror, _address(host, port)) from error
-    print(f"serving http://{_address(host, server.server_port)}/metrics", file=sys.stderr)
+    say(f"serving http://{_address(host, server.server_port)}/metrics")
     signal.sigwait(_ENDS)
     server.shutdown()
     return Exit.OK

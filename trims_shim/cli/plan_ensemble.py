@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from trims_shim.cli.exits import Exit
-from trims_shim.cli.progress import say
+from trims_shim.cli.saying import say
 from trims_shim.cli.targets import import_from_here, items_of, made, named, printing_apart
 from trims_shim.cli.text import print_json, table
 from trims_shim.ensemble import (

@@ -8,18 +8,18 @@ data.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from trims_shim.cli.saying import say
 from trims_shim.cli.text import end_of, printable, size
 
 if TYPE_CHECKING:
     import rich.progress
 
-__all__ = ["Progress", "say"]
+__all__ = ["Progress"]
 
 
 _TEXT_WIDTH = 42
@@ -97,14 +97,6 @@ class Progress:
 
     def _place(self) -> str:
         return f"[{self._number + 1}/{len(self._sizes)}] {self._path}"
-
-
-def say(text: str) -> None:
-    """Print a line to stderr. Work goes on if nobody reads it, or it cannot be written."""
-    try:
-        print(text, file=sys.stderr, flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def _new_bar() -> rich.progress.Progress | None:

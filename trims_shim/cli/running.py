@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from trims_shim.cli.exits import Exit
+from trims_shim.cli.saying import say
 from trims_shim.printable import printable
 
 __all__ = ["bootstrap_directory", "environment", "resolve", "run"]
@@ -33,10 +34,10 @@ def run(words: Sequence[str]) -> Exit:
         os.execvpe(command[0], command, environment(os.environ))
     except FileNotFoundError:
         name = printable(words[0]) or repr("")
-        print(f"trims run: {name}: no such command or file", file=sys.stderr)
+        say(f"trims run: {name}: no such command or file")
         return Exit.NOT_FOUND
     except OSError as error:
-        print(f"trims run: {printable(words[0])}: {error.strerror}", file=sys.stderr)
+        say(f"trims run: {printable(words[0])}: {error.strerror}")
         return Exit.NOT_EXECUTABLE
 
 

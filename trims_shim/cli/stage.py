@@ -28,7 +28,7 @@ from trims_shim.batching.staged.profiles.profiling import (
 from trims_shim.batching.staged.profiles.stage_profile import WIDE
 from trims_shim.batching.staged.profiles.width import measure_width
 from trims_shim.cli.exits import Exit
-from trims_shim.cli.progress import say
+from trims_shim.cli.saying import say
 from trims_shim.cli.stage_target import StageTarget
 from trims_shim.cli.targets import import_from_here, on_device, printing_apart, running, sizes_of
 from trims_shim.cli.text import counted, print_json, table

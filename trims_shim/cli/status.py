@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import textwrap
 from typing import Any
 
 from trims_shim.cli.devices import account, device_lines, image_count, may_be_more, short
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.prepared import RIGHT, counts, prepared_lines, prepared_table
+from trims_shim.cli.saying import say
 from trims_shim.cli.text import (
     ago,
     counted,
@@ -85,10 +85,7 @@ def list_images(arguments: argparse.Namespace) -> Exit:
     else:
         print(_images(reply.images, reply.now_ns))
     if may_be_more(reply):
-        print(
-            f"trims ls: these {len(reply.images)} were used last; there may be more",
-            file=sys.stderr,
-        )
+        say(f"trims ls: these {len(reply.images)} were used last; there may be more")
     return Exit.OK
 
 

@@ -18,6 +18,7 @@ from trims_shim.cli.exits import Exit
 from trims_shim.cli.prepared import RIGHT
 from trims_shim.cli.prepared import TITLES as PREPARED_TITLES
 from trims_shim.cli.prepared import row_of as prepared_row
+from trims_shim.cli.saying import say
 from trims_shim.cli.status import TITLES, ask, describe, headline, row_of
 from trims_shim.cli.text import counted, end_of, print_json
 from trims_shim.errors import DaemonUnavailable
@@ -50,10 +51,9 @@ def top(arguments: argparse.Namespace) -> Exit:
         print_json(describe(ask()))
         return Exit.OK
     if importlib.util.find_spec("rich") is None:
-        print(
+        say(
             "trims top draws with rich, which is not installed: "
-            "run `pip install 'trims-shim[cli]'`, or use `trims status`",
-            file=sys.stderr,
+            "run `pip install 'trims-shim[cli]'`, or use `trims status`"
         )
         return Exit.FAILED
     if arguments.once or not sys.stdout.isatty():
