@@ -236,7 +236,6 @@ def test_stdout_without_room_is_named(words: list[str], unbuffered: str, trims: 
         (["status"], Exit.NO_DAEMON),
         (["nothing"], Exit.USAGE),
         (["run", "no-such-command"], Exit.NOT_FOUND),
-        (["run", "/etc/passwd"], Exit.NOT_EXECUTABLE),
     ],
 )
 def test_stderr_without_room_changes_no_status(
