@@ -348,6 +348,53 @@ def test_a_length_that_a_shape_does_not_show_is_never_anothers(path: str, axes: 
     assert counts == {True: len(traced.cuts), False: 0}
 
 
+def nonzero(graph: Graph, flags: str, x: str) -> str:
+    return graph.node("NonZero", graph.node("Cast", flags, to=FLOAT))
+
+
+def compressed(graph: Graph, flags: str, x: str) -> str:
+    return graph.node("Compress", flags, flags, axis=0)
+
+
+def unique(graph: Graph, flags: str, x: str) -> str:
+    return graph.node("Unique", graph.node("Mul", graph.node("Cast", flags, to=FLOAT), x))
+
+
+def sliced(graph: Graph, flags: str, x: str) -> str:
+    end = graph.node("ReduceSum", graph.node("Cast", flags, to=INT64))
+    return graph.node("Slice", flags, "at 0", end)
+
+
+@pytest.mark.parametrize("found", [nonzero, compressed, unique, sliced])
+def test_how_many_rows_have_something_is_never_anothers(
+    path: str, found: Callable[[Graph, str, str], str]
+) -> None:
+    """It is a shape, but one that depends on contents. No row of the example has it."""
+    graph = Graph("counts")
+    x = graph.input("x", ["batch", 8])
+    graph.constant("at 0", np.array([0]))
+    one = graph.constant("one", np.array(1))
+    counts = []
+    for limit in (100, 101):
+        bound = graph.constant(f"over {limit}", np.float32(limit))
+        largest = graph.node("ReduceMax", x, graph.constant(f"axis {limit}", [1]), keepdims=0)
+        some = found(graph, graph.node("Greater", largest, bound), largest)
+        count = graph.node("Size", graph.node("Identity", some))
+        counts.append(graph.node("Cast", graph.node("Add", count, one), to=FLOAT))
+    value = graph.node("Relu", graph.node("MatMul", x, graph.weight("w", 8, 8)))
+    graph.output(graph.node("Mul", value, graph.node("Div", *counts)), ["batch", 8])
+    save(Sample(graph.model(), ()))(Path(path))
+    batches = np.random.RandomState(0).rand(2, 2, 8).astype(np.float32)
+    traced = TracedOnnx(path, example=batches[0])
+    batches[:, 1, 0] = 200, 300
+    expected = [whole(path, {"x": each})[0] for each in batches]
+    assert traced.cuts
+    for cut in traced.cuts:
+        first, second = traced.cut([cut.position]).stages
+        joined = second(join([first(each) for each in batches]))
+        np.testing.assert_allclose(joined, np.concatenate(expected), rtol=1e-5)
+
+
 def test_answers_without_rows_are_refused(path: str) -> None:
     save(sample("recogniser"))(Path(path))  # [steps, batch, letters]
     refused = rf"^{re.escape(path)}: .*not the first axis of output y"

@@ -17,6 +17,17 @@ _ONNXRUNTIME = (1, 21)
 """The oldest that reads the weights of a model given as bytes from a folder that it is told."""
 _OF_SHAPE = frozenset(["Shape", "Size"])
 """Operators that look at shapes only."""
+_SHAPED_BY_ALL = frozenset({
+    "ConstantOfShape", "If", "Loop", "NonMaxSuppression", "NonZero", "Range", "Scan", "SequenceMap",
+    "StringSplit", "Unique",
+})  # fmt: skip
+"""Operators whose results have shapes that depend on the contents of their inputs."""
+_SHAPED_BY_LATER = frozenset({
+    "AffineGrid", "CenterCropPad", "Col2Im", "Compress", "DFT", "Expand", "MaxUnpool", "OneHot",
+    "Pad", "Reshape", "Resize", "STFT", "SequenceAt", "SequenceErase", "SequenceInsert", "Slice",
+    "Split", "SplitToSequence", "Tile", "TopK", "Upsample",
+})  # fmt: skip
+"""Those where only inputs after the first do so."""
 _GRAPH, _GRAPHS = 5, 10
 """AttributeProto.AttributeType"""
 
@@ -65,6 +76,7 @@ class OnnxGraph:
         self._made = dict.fromkeys(self.inputs, -1)
         self._last_use = dict.fromkeys(self.outputs, len(self.nodes))
         self._of_content = set(self.inputs)
+        self._shaped_by_content: set[str] = set()
         self._trace()
 
     def _trace(self) -> None:
@@ -74,8 +86,23 @@ class OnnxGraph:
                 self._last_use[name] = max(number, self._last_use.get(name, -1))
             made = [name for name in node.output if name]
             self._made |= dict.fromkeys(made, number)
-            if node.op_type not in _OF_SHAPE and not self._of_content.isdisjoint(used):
+            if self._is_shaped_by_content(node, used):
+                self._shaped_by_content.update(made)
+            looks_at = self._shaped_by_content if node.op_type in _OF_SHAPE else self._of_content
+            if not looks_at.isdisjoint(used):
                 self._of_content.update(made)
+
+    def _is_shaped_by_content(self, node: Any, used: Collection[str]) -> bool:
+        if node.op_type in _OF_SHAPE:
+            return False
+        shaping: Collection[str] = ()
+        if node.op_type in _SHAPED_BY_ALL:
+            shaping = used
+        elif node.op_type in _SHAPED_BY_LATER:
+            shaping = node.input[1:]
+        return not (
+            self._shaped_by_content.isdisjoint(used) and self._of_content.isdisjoint(shaping)
+        )
 
     def depends_on_content(self, name: str) -> bool:
         """Whether a value depends on the contents of the inputs, not only on their shapes."""
