@@ -410,6 +410,29 @@ def test_batches_of_one_size_are_refused(path: str) -> None:
         slice_onnx(path, 2, example=np.zeros((2, 64), np.float32))
 
 
+@pytest.mark.parametrize("x", [np.float32(1), np.ones((0, 64), np.float32)])
+def test_examples_without_rows_are_refused(path: str, x: Any) -> None:
+    save(layers(2))(Path(path))
+    with pytest.raises(StagingError, match="the example has no rows for x; give a batch"):
+        slice_onnx(path, 2, example=x)
+
+
+@pytest.mark.parametrize("shape", [[], [3], None])
+def test_inputs_without_a_batch_axis_may_be_in_an_example(path: str, shape: Any) -> None:
+    """Also such as are declared to be of any shape."""
+    graph = Graph("scaled")
+    x, scale = graph.input("x", ["batch", 8] if shape == [] else None), "scale"
+    graph.input(scale, shape)
+    total = graph.node("ReduceSum", scale, keepdims=0)
+    value = graph.node("MatMul", graph.node("Mul", x, total), graph.weight("w", 8, 8))
+    graph.output(graph.node("Relu", value), ["batch", 8])
+    save(Sample(graph.model(), ()))(Path(path))
+    feeds = {"x": np.ones((5, 8), np.float32), "scale": np.full(shape or (), 2, np.float32)}
+    model = slice_onnx(path, 2, example={**feeds, "x": feeds["x"][:2]})
+    assert len(model) == 2
+    assert bits(model(feeds)) == bits(whole(path, feeds))
+
+
 def test_without_the_package_it_says_what_to_install(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

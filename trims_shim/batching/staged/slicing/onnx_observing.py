@@ -134,7 +134,8 @@ def observe(graph: OnnxGraph, make_session: MakeSession, example: Any) -> Observ
     crossing = {name for cut in range(1, len(graph.nodes)) for name in _crossing(graph, cut)}
     session = make_session(graph.with_outputs(sorted(crossing.difference(graph.inputs))))
     reason: object = "the size of their batches is fixed"
-    for tried in _made_up(session.get_inputs()) if feeds is None else [_repeated(feeds)]:
+    inputs = session.get_inputs()
+    for tried in _made_up(inputs) if feeds is None else [_repeated(inputs, feeds)]:
         try:
             values = [_run(session, each) for each in tried]
         # onnxruntime raises a RuntimeError or ValueError of its own for each kind of failure.
@@ -210,22 +211,34 @@ def _run(session: Any, feeds: Feeds) -> dict[str, Any]:
     return {name: value for name, value in values if hasattr(value, "nbytes")} | dict(feeds)
 
 
-def _repeated(feeds: Feeds) -> list[dict[str, Any]]:
+def _repeated(inputs: Sequence[Any], feeds: Feeds) -> list[dict[str, Any]]:
     """Batches of both sizes, of the rows of one, repeated as needed."""
-    import numpy
-
+    batches = {}
+    for each in inputs:
+        value = feeds[each.name]
+        # Inputs of any shape are declared as scalars are.
+        if not (_is_open(each) if each.shape else value.shape):
+            continue
+        if not value.shape or not len(value):
+            raise StagingError(
+                f"the example has no rows for {each.name}; give a batch, whose first axis are rows"
+            )
+        batches[each.name] = value
     return [
-        {name: numpy.take(each, rows, axis=0, mode="wrap") for name, each in feeds.items()}
+        {**feeds, **{name: each.take(rows, 0, mode="wrap") for name, each in batches.items()}}
         for rows in _ROWS
     ]
+
+
+def _is_open(declared: Any) -> bool:
+    """Whether the first axis of an input may be of any size."""
+    return bool(declared.shape) and not isinstance(declared.shape[0], int)
 
 
 def _made_up(inputs: Sequence[Any]) -> Iterable[list[dict[str, Any]]]:
     from trims_shim.daemon.preparer import probe_inputs
 
-    is_open = {
-        each.name: bool(each.shape) and not isinstance(each.shape[0], int) for each in inputs
-    }
+    is_open = {each.name: _is_open(each) for each in inputs}
     arguments = [
         probe_inputs.Argument(
             each.name,
