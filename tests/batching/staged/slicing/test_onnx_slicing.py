@@ -15,7 +15,7 @@ import pytest
 from harness import PATIENCE_S
 
 np = pytest.importorskip("numpy")
-pytest.importorskip("onnx")
+onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
 
 from tests.harness import World, close_worlds  # noqa: E402
@@ -431,6 +431,33 @@ def test_inputs_without_a_batch_axis_may_be_in_an_example(path: str, shape: Any)
     model = slice_onnx(path, 2, example={**feeds, "x": feeds["x"][:2]})
     assert len(model) == 2
     assert bits(model(feeds)) == bits(whole(path, feeds))
+
+
+@pytest.mark.parametrize("kind", ["BFLOAT16", "FLOAT8E5M2", "FLOAT8E4M3FN", "INT4"])
+def test_values_of_types_that_numpy_lacks_do_not_cross(path: str, kind: str) -> None:
+    """They cross no border, and the model is cut elsewhere."""
+    number = getattr(onnx.TensorProto, kind)
+    graph = Graph("rounded")
+    value = graph.node("MatMul", graph.input("x", ["batch", 8]), graph.weight("w", 8, 8))
+    value = graph.node("Cast", graph.node("Cast", value, to=number), to=FLOAT)
+    value = graph.node("MatMul", value, graph.weight("v", 8, 8))
+    graph.output(value, ["batch", 8])
+    feeds = {"x": np.random.RandomState(1).rand(3, 8).astype(np.float32)}
+    save(Sample(graph.model(), (feeds,)))(Path(path))
+    traced = TracedOnnx(path)
+    assert 0 < len(traced.cuts) < len(traced.times_ns) - 1
+    for cut in traced.cuts:
+        assert bits(traced.cut([cut.position])(feeds)) == bits(whole(path, feeds))
+
+
+def test_answers_of_types_that_numpy_lacks_are_refused(path: str) -> None:
+    graph = Graph("rounded")
+    value = graph.node("Relu", graph.input("x", ["batch", 8]))
+    value = graph.node("Cast", value, to=onnx.TensorProto.BFLOAT16)
+    graph.output(value, ["batch", 8], onnx.TensorProto.BFLOAT16)
+    save(Sample(graph.model(), ()))(Path(path))
+    with pytest.raises(StagingError, match="is no array of a type that numpy has"):
+        slice_onnx(path, 2)
 
 
 def test_without_the_package_it_says_what_to_install(

@@ -32,6 +32,9 @@ _NEAR = 0.1
 size of batch."""
 _INEXACT = "fc"
 """Kinds of numpy's types."""
+_NOT_OF_NUMPY = "bfloat16", "float8", "float4", "int4", "int2"
+"""In the names of onnxruntime's types (``uint4`` as well), whose values it does not return, or as
+the bits of another type."""
 _RUNS = 5
 """For times; the fastest counts."""
 _MOST_CROSSING = 64
@@ -157,7 +160,9 @@ def observe(graph: OnnxGraph, make_session: MakeSession, example: Any) -> Observ
 
 def _check_outputs(graph: OnnxGraph, observed: Observed) -> None:
     for name in graph.outputs:
-        if name not in observed.values[0] or not observed.has_rows(name):
+        if name not in observed.values[0]:
+            raise StagingError(f"output {name} is no array of a type that numpy has")
+        if not observed.has_rows(name):
             raise StagingError(
                 f"the batch is not the first axis of output {name}, so that rows cannot be told "
                 "apart; export the model with outputs [batch, ...]"
@@ -205,10 +210,14 @@ def _crossing(graph: OnnxGraph, position: int) -> list[str]:
 
 
 def _run(session: Any, feeds: Feeds) -> dict[str, Any]:
-    names = [each.name for each in session.get_outputs()]
+    names = [each.name for each in session.get_outputs() if _is_of_numpy(each.type)]
     values = zip(names, session.run(names, feeds), strict=True)
     # Not sequences and maps, which do not cross.
     return {name: value for name, value in values if hasattr(value, "nbytes")} | dict(feeds)
+
+
+def _is_of_numpy(kind: str) -> bool:
+    return not any(each in kind for each in _NOT_OF_NUMPY)
 
 
 def _repeated(inputs: Sequence[Any], feeds: Feeds) -> list[dict[str, Any]]:
