@@ -114,6 +114,27 @@ def test_outputs_that_are_of_the_whole_batch(last: Callable[[torch.Tensor], obje
         check_stages([nn.ReLU(), last], Whole(), Example(torch.ones(3, 2)))
 
 
+class Ranked(nn.Module):
+    """The place of each row among those of its batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = torch.relu(x).sum(1)
+        return (total[:, None] > total).sum(1)
+
+
+class Largest(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x).argmax(1)
+
+
+def test_integers_that_depend_on_other_rows() -> None:
+    """But not those that floating-point numbers of a row decide on."""
+    example = Example(torch.rand(4, 8, generator=torch.Generator().manual_seed(0)))
+    check_stages([nn.ReLU(), Largest()], Largest(), example)
+    with pytest.raises(StagingError, match=r"Ranked cannot be batched .* depends on the others"):
+        check_stages([nn.ReLU(), Ranked()], Ranked(), example)
+
+
 class Pairs(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.batch_norm(x, None, None, training=True)

@@ -259,6 +259,27 @@ def test_answers_that_depend_on_other_rows_are_refused(path: str) -> None:
         slice_onnx(path, 2)
 
 
+@pytest.mark.parametrize("is_ranked", [False, True])
+def test_integers_that_depend_on_other_rows_are_refused(path: str, *, is_ranked: bool) -> None:
+    """The place of a row among those of its batch; but not the index of a row's largest number."""
+    graph = Graph("integers")
+    value = graph.node("MatMul", graph.input("x", ["batch", 8]), graph.weight("w", 8, 8))
+    value = graph.node("Relu", value)
+    first, second = (graph.constant(f"axis {each}", [each]) for each in (0, 1))
+    total = graph.node("ReduceSum", value, second, keepdims=0)
+    places = [graph.node("Unsqueeze", total, axis) for axis in (first, second)]
+    larger = graph.node("Cast", graph.node("Greater", *places), to=INT64)
+    rank = graph.node("ReduceSum", larger, first, keepdims=0)
+    largest = graph.node("ArgMax", value, axis=1, keepdims=0)
+    graph.output(rank if is_ranked else largest, ["batch"], INT64)
+    save(Sample(graph.model(), ()))(Path(path))
+    if not is_ranked:
+        assert len(slice_onnx(path, 2)) == 2
+        return
+    with pytest.raises(StagingError, match="of a row depends on the others"):
+        slice_onnx(path, 2)
+
+
 def differs_alone(graph: Graph, x: str, value: str) -> str:
     several = graph.node("Greater", graph.node("Shape", x, end=1), graph.constant("one", [1]))
     return graph.node("Add", value, graph.node("Cast", several, to=FLOAT))

@@ -202,16 +202,41 @@ def check_stages(
                 "does something else where it is traced, or keeps something from call to call; cut "
                 "it in the other way (slice_model, slice_blocks), or write its stages as functions"
             )
+    _check_company(model, example)
     # The smaller one first: it moves the rows of the other to other places.
     runs = example.with_rows(1), example.copy()
     # Batches that cannot be joined here are not joined in service, either.
     with contextlib.suppress(NotJoinable), torch.no_grad():
         for run, result in zip(runs, _joined(stages, *runs), strict=True):
             if not are_near(result, run.call(model)):
-                raise StagingError(
-                    f"{name} cannot be batched between stages: what it returns for a row depends "
-                    "on the others in the batch, or has not the batch as its first axis"
-                )
+                raise _depends_on_others(model)
+
+
+def _check_company(model: Callable[..., Any], example: Example) -> None:
+    """Raise StagingError if what is no floating-point number depends on the other rows.
+
+    With others beside it in a batch of the same size, a row is computed at the same place, by the
+    same kernels: there are no errors of floating point by which an index might differ.
+    """
+    import torch
+    import torch.utils._pytree as pytree
+
+    expected = pytree.tree_leaves(example.copy().call(model))
+    if not any(_has_rows(each) and not _is_inexact(each) for each in expected):
+        return
+    for row in {0, example.rows - 1}:
+        found = pytree.tree_leaves(example.of_rows([row] * example.rows).call(model))
+        for each, its in zip(expected, found, strict=False):
+            is_one = _has_rows(each) and not _is_inexact(each) and each.shape[0] == example.rows
+            if is_one and each.shape == its.shape and not torch.equal(each[row], its[row]):
+                raise _depends_on_others(model)
+
+
+def _depends_on_others(model: Callable[..., Any]) -> StagingError:
+    return StagingError(
+        f"{type(model).__name__} cannot be batched between stages: what it returns for a row "
+        "depends on the others in the batch, or has not the batch as its first axis"
+    )
 
 
 def _joined(stages: Sequence[Callable[..., Any]], one: Example, other: Example) -> list[Any]:

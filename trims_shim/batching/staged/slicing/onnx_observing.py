@@ -149,6 +149,7 @@ def observe(graph: OnnxGraph, make_session: MakeSession, example: Any) -> Observ
         if any(map(observed.is_batched, graph.inputs)):
             _check_outputs(graph, observed)
             _check_alone(graph, observed, session, tried[0])
+            _check_company(graph, observed, session, tried[0])
             _check_chance(graph, observed, again=_run(session, tried[0]))
             return observed
     raise StagingError(
@@ -169,10 +170,37 @@ def _check_outputs(graph: OnnxGraph, observed: Observed) -> None:
             )
         # Other types (the index of the largest) may differ altogether where two are nearly equal.
         if observed.values[0][name].dtype.kind in _INEXACT and not observed.is_batched(name):
-            raise StagingError(
-                f"output {name} of a row depends on the others in the batch, or on chance; the "
-                "model cannot be batched between stages"
-            )
+            raise _depends_on_others(name)
+
+
+def _depends_on_others(name: str) -> StagingError:
+    return StagingError(
+        f"output {name} of a row depends on the others in the batch, or on chance; the model "
+        "cannot be batched between stages"
+    )
+
+
+def _check_company(graph: OnnxGraph, observed: Observed, session: Any, feeds: Feeds) -> None:
+    """Raise StagingError for outputs of any type that depend on the other rows.
+
+    With others beside it in a batch of the same size, a row is computed at the same place, by the
+    same kernels: there are no errors of floating point by which an index might differ.
+    """
+    small = observed.values[0]
+    exact = [name for name in graph.outputs if small[name].dtype.kind not in _INEXACT]
+    for row in _ROWS[0] if exact else ():
+        rows = [row] * len(_ROWS[0])
+        found = _run(
+            session,
+            {
+                name: each[rows] if observed.is_batched(name) else each
+                for name, each in feeds.items()
+            },
+        )
+        for name in exact:
+            its, expected = found[name], small[name]
+            if its.shape == expected.shape and not is_equal(its[row], expected[row]):
+                raise _depends_on_others(name)
 
 
 def _check_alone(graph: OnnxGraph, observed: Observed, session: Any, feeds: Feeds) -> None:
