@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from trims_shim.batching.staged import slice_blocks, slice_model
 from trims_shim.batching.staged.slicing.examples import Example, are_identical, check_stages
 from trims_shim.errors import StagingError
 
@@ -63,6 +64,13 @@ def test_other_sizes() -> None:
     assert larger.args[0].tolist() == [[0, 1], [2, 3], [4, 5], [0, 1], [2, 3]]
     assert larger.args[1:] == (torch.tensor(2.0), "text")
     assert example.with_rows(1).rows == 1
+
+
+@pytest.mark.parametrize("cut", [slice_model, slice_blocks])
+def test_examples_without_rows(cut: Callable[..., Any]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval()
+    with pytest.raises(StagingError, match="the example has no rows"):
+        cut(model, torch.rand(0, 2), 2)
 
 
 def test_identical_is_bit_for_bit() -> None:

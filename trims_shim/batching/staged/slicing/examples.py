@@ -98,7 +98,10 @@ class Example:
         return Example(kwargs or args)
 
     def with_rows(self, rows: int) -> Example:
-        """A batch of another size, by repeating rows or leaving some out. Copies."""
+        """A batch of another size, by repeating rows or leaving some out. Copies.
+
+        Raises StagingError if it has none.
+        """
         return self.of_rows(range(rows))
 
     def of_rows(self, rows: Sequence[int]) -> Example:
@@ -106,6 +109,8 @@ class Example:
         import torch
         import torch.utils._pytree as pytree
 
+        if not self.rows:
+            raise StagingError("the example has no rows; give a batch of at least one")
         index = torch.tensor(rows, dtype=torch.int64) % self.rows
 
         def of(each: Any) -> Any:
