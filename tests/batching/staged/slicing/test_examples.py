@@ -94,6 +94,29 @@ def test_stages_that_compute_something_else() -> None:
         check_stages([model, lambda value: value * (1 + (len(value) > 2))], model, example)
 
 
+@pytest.mark.parametrize(
+    "last",
+    [
+        lambda x: x.numpy(),
+        lambda x: {"one": x, "other": x.numpy()[::-1][::-1]},
+        lambda x: x.argmax(1).numpy(),
+        lambda x: x.argmax(1).numpy().astype(str),
+    ],
+)
+def test_arrays_of_numpys(last: Callable[[torch.Tensor], Any]) -> None:
+    class Arrays(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return last(torch.relu(x))
+
+    def flipped(x: torch.Tensor) -> Any:
+        return last(x.flip(1))
+
+    example = Example(torch.rand(3, 2))
+    check_stages([nn.ReLU(), last], Arrays(), example)
+    with pytest.raises(StagingError, match="do not compute what it computes"):
+        check_stages([nn.ReLU(), flipped], Arrays(), example)
+
+
 def test_rows_that_depend_on_each_other() -> None:
     """As in one whole, so in stages, but for those who join."""
     stages = [nn.ReLU(), lambda value: value - value.mean(0)]
@@ -110,7 +133,9 @@ def test_rows_that_depend_on_their_places() -> None:
         check_stages(stages, nn.Identity(), Example(torch.rand(3, 2)))
 
 
-@pytest.mark.parametrize("last", [lambda x: (x, len(x)), lambda x: (x, (x > 0.5).nonzero())])
+@pytest.mark.parametrize(
+    "last", [lambda x: (x, len(x)), lambda x: (x, (x > 0.5).nonzero()), lambda x: [*x]]
+)
 def test_outputs_that_are_of_the_whole_batch(last: Callable[[torch.Tensor], object]) -> None:
     """Its size, or a list of no known length: nobody's rows, and no floating-point numbers."""
 

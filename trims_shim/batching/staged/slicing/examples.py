@@ -226,11 +226,14 @@ def _check_company(model: Callable[..., Any], example: Example) -> None:
     import torch
     import torch.utils._pytree as pytree
 
-    expected = pytree.tree_leaves(example.copy().call(model))
+    def leaves(run: Example) -> list[Any]:
+        return [_in_torch(each) for each in pytree.tree_leaves(run.call(model))]
+
+    expected = leaves(example.copy())
     if not any(_has_rows(each) and not _is_inexact(each) for each in expected):
         return
     for row in {0, example.rows - 1}:
-        found = pytree.tree_leaves(example.of_rows([row] * example.rows).call(model))
+        found = leaves(example.of_rows([row] * example.rows))
         for each, its in zip(expected, found, strict=False):
             is_one = _has_rows(each) and not _is_inexact(each) and each.shape[0] == example.rows
             if is_one and each.shape == its.shape and not torch.equal(each[row], its[row]):
@@ -263,7 +266,7 @@ def _rows(output: Any, rows: range, count: int) -> Any:
     import torch.utils._pytree as pytree
 
     def of(each: Any) -> Any:
-        has_all = _has_rows(each) and each.shape[0] == count
+        has_all = getattr(each, "shape", ())[:1] == (count,)
         return each[rows.start : rows.stop] if has_all else each
 
     return pytree.tree_map(of, output)
@@ -278,9 +281,12 @@ def are_near(one: Any, other: Any) -> bool:
     import torch
     import torch.utils._pytree as pytree
 
-    for each, its in zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True):
+    ones, others = pytree.tree_leaves(one), pytree.tree_leaves(other)
+    if len(ones) != len(others):
+        return False
+    for each, its in (map(_in_torch, pair) for pair in zip(ones, others, strict=True)):
         if not isinstance(each, torch.Tensor):
-            if each is not its and each != its:
+            if not _is_equal(each, its):
                 return False
         elif each.shape != its.shape or (_is_inexact(each) and not _is_near(each, its)):
             return False
@@ -322,9 +328,9 @@ def are_identical(one: Any, other: Any) -> bool:
     others, other_shape = pytree.tree_flatten(other)
     if shape != other_shape:
         return False
-    for each, its in zip(ones, others, strict=True):
+    for each, its in (map(_in_torch, pair) for pair in zip(ones, others, strict=True)):
         if not isinstance(each, torch.Tensor):
-            if each is not its and each != its:
+            if not _is_equal(each, its):
                 return False
         elif not isinstance(its, torch.Tensor) or not _is_identical(each, its):
             return False
@@ -342,6 +348,26 @@ def _is_identical(one: Any, other: Any) -> bool:
     return torch.equal(one, other) or bool(
         torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
     )
+
+
+def _in_torch(leaf: Any) -> Any:
+    """A tensor for an array of numpy's, if torch has its type; anything else as it is."""
+    import torch
+
+    if not hasattr(leaf, "__array_interface__"):
+        return leaf
+    try:
+        return torch.tensor(leaf.copy())  # in an order that torch has
+    except TypeError:
+        return leaf
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Whether two values that are no tensors are equal; arrays say so of each element."""
+    if one is other:
+        return True
+    equal = one == other
+    return bool(equal.all() if hasattr(equal, "all") else equal)
 
 
 def _has_rows(each: Any) -> bool:
