@@ -56,6 +56,28 @@ class TestOwnModels:
     def test_a_sequential_body(self) -> None:
         check(UNet(), torch.rand(2, 3, 8, 8), 3, blocks="deep")
 
+    @pytest.mark.parametrize("first", [0, 2])
+    def test_autocast_for_some_blocks(self, first: int) -> None:
+        """In any thread, and whether or not it is on where the stages are called."""
+
+        class Halved(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for number, block in enumerate(self.blocks):
+                    with torch.autocast("cpu", torch.bfloat16, enabled=number >= first):
+                        x = block(x)
+                return x.float()
+
+        rows = torch.rand(3, 4)
+        model = Halved()
+        staged = check(model, rows, 4)
+        assert not torch.is_autocast_enabled("cpu")
+        with torch.autocast("cpu", torch.bfloat16):
+            assert are_identical(staged(rows), model(rows))
+
     def test_one_stage_and_the_most(self) -> None:
         check(Encoder(2), torch.randint(0, 50, (2, 5)), 1)
         check(Encoder(2), torch.randint(0, 50, (2, 5)), 4)

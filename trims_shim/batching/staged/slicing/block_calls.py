@@ -13,8 +13,10 @@ The model is never changed. Threads may run shells at the same time.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from trims_shim.batching.staged.slicing.examples import Example, version_of
@@ -29,12 +31,13 @@ class BlockCalls:
     """The arguments of each block, except for the tensors: the same for all batches of one kind.
 
     Each leaf of the arguments is the hidden state, one of the prelude's tensors (by its number), or
-    a constant. Two of these objects are equal if all leaves and their structures are.
+    a constant. Also the torch.autocast that the model calls it in. Two of these objects are equal
+    if all leaves and their structures are.
     """
 
     __slots__ = ("_calls",)
 
-    def __init__(self, calls: list[tuple[Any, tuple[tuple[str, Any], ...]]]) -> None:
+    def __init__(self, calls: list[_Call]) -> None:
         self._calls = calls
 
     def arguments(
@@ -43,7 +46,7 @@ class BlockCalls:
         """The arguments of a block, positional and by keyword."""
         import torch.utils._pytree as pytree
 
-        shape, slots = self._calls[block]
+        shape, slots, _ = self._calls[block]
         leaves = [
             hidden if kind == _HIDDEN else tensors[value] if kind == _TENSOR else value
             for kind, value in slots
@@ -51,12 +54,26 @@ class BlockCalls:
         arguments: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, shape)
         return arguments
 
+    def around(self, block: int) -> AbstractContextManager[Any]:
+        """What to call a block in, for it to compute in the types that it does in the model."""
+        import torch
+
+        autocast = self._calls[block][2]
+        device, dtype = autocast
+        if autocast == _autocast(device):
+            return contextlib.nullcontext()
+        return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BlockCalls) and self._calls == other._calls
 
     __hash__ = None  # type: ignore[assignment]
 
 
+_Autocast = tuple[str, Any]
+"""A type of devices, and the type of torch.autocast there; None where that is off."""
+_Call = tuple[Any, tuple[tuple[str, Any], ...], _Autocast]
+"""The structure of its arguments, their leaves, and the autocast that it is in."""
 _HIDDEN, _TENSOR, _CONSTANT = "hidden", "tensor", "constant"
 
 
@@ -97,7 +114,9 @@ class Shell:
         self._behind: tuple[Any, ...] | None = None
         first = self._prelude(example, 1)
         args, kwargs = first.calls.arguments(0, first.hidden, first.tensors)
-        self._behind = self._find_behind(self.blocks[0](*args, **kwargs))
+        with first.calls.around(0):
+            output = self.blocks[0](*args, **kwargs)
+        self._behind = self._find_behind(output)
 
     def hidden_of(self, output: Any) -> Any:
         """The hidden state in what a block returns."""
@@ -157,7 +176,7 @@ class _Noting:
         self._blocks = blocks
         self._name = name
         self._output = output
-        self._calls: list[tuple[Any, tuple[tuple[str, Any], ...]]] = []
+        self._calls: list[_Call] = []
         self._tensors: list[Any] = []
         self._aliases: list[Any] = []
         """Of the hidden state, one for each block; the next block has to get the last."""
@@ -188,7 +207,7 @@ class _Noting:
                 f"{self._name} does something between its blocks {block - 1} and {block}: the "
                 "second is not called with what the first returns; try slice_model"
             )
-        self._calls.append((shape, slots))
+        self._calls.append((shape, slots, _autocast(self._aliases[-1].device.type)))
         if len(self._calls) == self._blocks:
             raise _Reached
         self._aliases.append(self._aliases[-1].view_as(self._aliases[-1]))
@@ -264,6 +283,13 @@ def _copied(module: Any) -> Any:
     copied.__dict__.update(module.__dict__)
     copied._modules = dict(module._modules)
     return copied
+
+
+def _autocast(device: str) -> _Autocast:
+    import torch
+
+    is_on = torch.is_autocast_enabled(device)
+    return device, torch.get_autocast_dtype(device) if is_on else None
 
 
 def _is_leaf(value: Any) -> bool:

@@ -151,8 +151,10 @@ class _Body:
         leaves, hidden, tensors, kind = state
         plain = _without_shared(tensors)
         for number in range(begin, end):
-            args, kwargs = kind.value.calls.arguments(number, hidden, plain)
-            hidden = self.shell.hidden_of(self.blocks[number](*args, **kwargs))
+            calls = kind.value.calls
+            args, kwargs = calls.arguments(number, hidden, plain)
+            with calls.around(number):
+                hidden = self.shell.hidden_of(self.blocks[number](*args, **kwargs))
         return leaves, hidden, tensors, kind
 
     def end(self, state: tuple[Any, ...]) -> Any:
