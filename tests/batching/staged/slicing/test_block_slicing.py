@@ -78,6 +78,25 @@ class TestOwnModels:
         with torch.autocast("cpu", torch.bfloat16):
             assert are_identical(staged(rows), model(rows))
 
+    def test_blocks_whose_results_are_given_another_type(self) -> None:
+        """Which their stand-ins have already."""
+
+        class Double(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for block in self.blocks:
+                    x = block(x.float())
+                return x
+
+        model = Double().eval()
+        for block in model.blocks:
+            block.register_forward_hook(lambda block, args, output: output.double())
+        with pytest.raises(StagingError, match=r"Double does not run block by block: .*dtype"):
+            slice_blocks(model, torch.rand(2, 4), 2)
+
     def test_one_stage_and_the_most(self) -> None:
         check(Encoder(2), torch.randint(0, 50, (2, 5)), 1)
         check(Encoder(2), torch.randint(0, 50, (2, 5)), 4)

@@ -22,6 +22,7 @@ from trims_shim.batching.staged.slicing.examples import Example, check_stages, s
 from trims_shim.batching.staged.slicing.tracing import Compiler, check_evaluates
 from trims_shim.batching.torch_settings import torch_in_this_thread
 from trims_shim.errors import StagingError
+from trims_shim.printable import first_line
 
 __all__ = ["BlockStage", "slice_blocks"]
 
@@ -64,7 +65,7 @@ def slice_blocks(
     body = _body(model, path, run)
     shell = body.shell
     steps = [BlockStage(body, step, step + 1) for step in range(body.last + 1)]
-    times_ns = stage_times(steps, run)
+    times_ns = _times_of(steps, run, shell.name)
     _warn_of_twice(shell.name, times_ns)
     cuts = [Cut(position) for position in range(1, len(times_ns))]
     n_stages = min(_STAGES, len(shell.blocks)) if n_stages is None else n_stages
@@ -86,6 +87,17 @@ def _body(model: Any, path: Sequence[str], run: Example) -> _Body:
         raise StagingError(
             f"{type(model).__name__} does not run with stand-ins for its blocks "
             f"{'.'.join(path)!r} ({error}); name others (blocks=), or try slice_model"
+        ) from error
+
+
+def _times_of(steps: Sequence[BlockStage], run: Example, name: str) -> list[int]:
+    try:
+        return stage_times(steps, run)
+    # A block's own, where the model makes another type of what the one before has returned.
+    except Exception as error:
+        raise StagingError(
+            f"{name} does not run block by block: {first_line(error)}; what a block returns has to "
+            "be what the next one is called with; try slice_model"
         ) from error
 
 
