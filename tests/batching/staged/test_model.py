@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from trims_shim.batching.collating.splitting import split
 from trims_shim.batching.staged.activations import EarlyExit, Stepped
 from trims_shim.batching.staged.model import Loop, StagedModel
 from trims_shim.errors import BadBatch
@@ -75,6 +77,15 @@ class TestTheWhole:
         model = StagedModel([torch.neg, loop])
         assert model(torch.tensor([-1, -3, -2])) == [[10], [30, 20, 10], [20, 10]]
 
+    @pytest.mark.parametrize(
+        "pieces", [lambda state: state[:, 0], lambda state: {"a": (state[:, 0],)}]
+    )
+    def test_pieces_stay_when_a_step_writes_into_the_state(self, pieces: Any) -> None:
+        loop = Loop(upwards(pieces))
+        found = loop.run(torch.zeros(2, 1))
+        expected = [split(pieces(torch.full((1, 1), number)), 1)[0] for number in (1.0, 2.0, 3.0)]
+        assert found == [expected, expected]
+
     def test_a_row_of_a_loop_that_fails_has_its_exception(self) -> None:
         error = ValueError("two")
 
@@ -94,6 +105,16 @@ class TestTheWhole:
             return {"left": [state["left"][row] for row in rows]}
 
         assert Loop(step, take=take).run({"left": [1, 2]}) == [[0], [1, 0]]
+
+
+def upwards(pieces: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Stepped]:
+    """A step that counts to 3 in the memory of its state."""
+
+    def step(state: torch.Tensor) -> Stepped:
+        state += 1
+        return Stepped(state, pieces(state), state[:, 0] >= 3)
+
+    return step
 
 
 def leave_above(bound: float) -> Any:

@@ -39,7 +39,8 @@ class Stepped:
     """Returned by each step of a loop, for all rows of its batch.
 
     ``state``: the input of the next step, once finished rows have been removed from it.
-    ``pieces``: for each row, what this step adds to its answer. ``finished``: a flag for each row.
+    ``pieces``: for each row, what this step adds to its answer; arrays are copied, as the next step
+    may write into the state, but not the elements of lists. ``finished``: a flag for each row.
     An exception in a list of pieces finishes its row, and is raised for that row alone.
     """
 

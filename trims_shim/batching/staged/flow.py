@@ -27,7 +27,7 @@ from trims_shim.batching.collating.structures import others_of, part_of, parts_o
 from trims_shim.batching.staged.activations import Shared
 from trims_shim.errors import BadBatch
 
-__all__ = ["NotJoinable", "join", "rows_of", "take"]
+__all__ = ["NotJoinable", "join", "own", "rows_of", "take"]
 
 _WITHOUT_ROWS = (type(None), Shared, str, bytes, bool, float, complex)
 
@@ -71,6 +71,21 @@ def join(values: Sequence[Any]) -> Any:
     if len(values) == 1:
         return values[0]
     return _join(values, "")
+
+
+def own(value: Any) -> Any:
+    """Return arrays with rows, and tuples, mappings and dataclasses of them, as copies.
+
+    Anything else as it is: lists, and arrays that cannot be joined (sparse).
+    """
+    library = library_of(value)
+    if library is not None:
+        is_whole = library.count(value) is None or library.signature(value) is None
+        return value if is_whole else library.concatenate([value])
+    parts = None if isinstance(value, list) else parts_of(value)
+    if parts is None:
+        return value
+    return with_parts(value, {name: own(part) for name, part in parts.items()})
 
 
 # --- rows -----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 from trims_shim.batching.collating.splitting import split
 from trims_shim.batching.drivers.replies import FAILURES
 from trims_shim.batching.staged.activations import EarlyExit, Stepped
+from trims_shim.batching.staged.flow import own
 from trims_shim.errors import BadBatch
 
 __all__ = ["answers_of", "run_steps", "run_whole"]
@@ -72,7 +73,7 @@ def run_steps(step: Callable[[Any], Stepped], state: Any, *, take_rows: Take) ->
     answers: list[list[Any]] = [[] for _ in stepped.finished]
     rows = list(range(len(answers)))
     while True:
-        pieces = split(stepped.pieces, len(rows))
+        pieces = split(own(stepped.pieces), len(rows))
         for row, piece in zip(rows, pieces, strict=True):
             answers[row].append(piece)
         ended = zip(pieces, stepped.finished, strict=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
+import numpy
 import pytest
 from forks import passes_in_child
 
@@ -590,6 +591,16 @@ def test_the_result_of_a_loop_is_the_users_to_make() -> None:
             batcher(2)
         batcher.drain(LONG_S)
         assert batcher.stats().failed == 1
+
+
+def test_pieces_that_are_streamed_stay_when_a_step_writes_into_the_state() -> None:
+    def step(state: Any) -> Stepped:
+        state += 1
+        return Stepped(state, state, state[:, 0] >= 3)
+
+    with plain(StagedModel([numpy.copy, Loop(step)]), collate="stack") as batcher:
+        assert [piece.tolist() for piece in batcher.stream(numpy.zeros(1))] == [[1], [2], [3]]
+        assert [piece.tolist() for piece in batcher(numpy.zeros(1))] == [[1], [2], [3]]
 
 
 def test_pieces_by_event_loops() -> None:

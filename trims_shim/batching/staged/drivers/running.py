@@ -22,7 +22,7 @@ from trims_shim.batching.drivers.lanes import Lane
 from trims_shim.batching.drivers.replies import FAILURES, Entry
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.staged.activations import EarlyExit, Stepped
-from trims_shim.batching.staged.flow import NotJoinable, join, rows_of, take
+from trims_shim.batching.staged.flow import NotJoinable, join, own, rows_of, take
 from trims_shim.batching.staged.mechanism.batches import Piece
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.torch_settings import without_graph
@@ -202,7 +202,7 @@ class StageRunner:
     def _after_step(self, requests: list[Request], output: Stepped) -> StageOutput:
         last = len(self.model.stages) - 1
         flags = self._flags(last, output.finished, requests)
-        pieces = split(output.pieces, len(flags))
+        pieces = split(own(output.pieces), len(flags))
         rows = range(len(requests))
         failed = [row for row in rows if isinstance(pieces[row], FAILURES)]
         steps = [(requests[row], pieces[row]) for row in rows if row not in failed]
