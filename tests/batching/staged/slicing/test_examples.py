@@ -173,6 +173,19 @@ def test_integers_that_depend_on_other_rows() -> None:
             check_stages([nn.ReLU(), model], model, example)
 
 
+def test_little_of_others_in_a_row() -> None:
+    """One more row hardly changes what is taken of all; other rows do."""
+
+    class Leaning(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(x) + 0.2 * x.mean(0)
+
+    model = Leaning()
+    rows = torch.eye(4)
+    with pytest.raises(StagingError, match="depends on the others in the batch"):
+        check_stages([nn.Identity(), model], model, Example(rows))
+
+
 class Pairs(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.batch_norm(x, None, None, training=True)
