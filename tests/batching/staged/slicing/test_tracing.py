@@ -432,6 +432,12 @@ class TestWhatCannotBeCut:
         with pytest.raises(StagingError, match=r"Shifted cannot be traced.* has to name 'shift'"):
             TracedModel(Shifted().eval(), example)
 
+    def test_batches_that_are_normalised_by_their_own_statistics(self) -> None:
+        norm = nn.BatchNorm1d(8, track_running_stats=False)
+        model = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 8)).eval()
+        with pytest.raises(StagingError, match="its '1' has no running statistics"):
+            TracedModel(model, torch.rand(4, 8))
+
     def test_train_mode(self) -> None:
         model = UNet().eval()
         model.deep.train()

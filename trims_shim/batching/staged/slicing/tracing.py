@@ -133,7 +133,12 @@ class TracedModel:
 
 
 def check_evaluates(model: Any) -> None:
-    """Raise StagingError for no module, a compiled one, and one with a part in train mode."""
+    """Raise StagingError for no module, a compiled one, and one with a part in train mode.
+
+    Or with a part that always works as there: a BatchNorm without running statistics.
+    """
+    from torch.nn.modules.batchnorm import _BatchNorm
+
     modules = getattr(model, "named_modules", None)
     if modules is None:
         raise StagingError(f"{model!r} is no torch.nn.Module; give StagedModel a list of functions")
@@ -143,8 +148,13 @@ def check_evaluates(model: Any) -> None:
             "(compiler=)"
         )
     for name, module in modules():
+        part = f"its {name!r}" if name else "it"
+        if isinstance(module, _BatchNorm) and module.running_mean is module.running_var is None:
+            raise StagingError(
+                f"{type(model).__name__} cannot be cut into stages: {part} has no running "
+                "statistics, so that answers depend on who shares a batch"
+            )
         if module.training:
-            part = f"its {name!r}" if name else "it"
             raise StagingError(
                 f"{type(model).__name__} cannot be cut into stages: {part} is in train mode, where "
                 "answers depend on chance and on who shares a batch; call model.eval()"
