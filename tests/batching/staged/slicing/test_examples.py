@@ -101,9 +101,12 @@ def test_stages_that_compute_something_else() -> None:
         lambda x: {"one": x, "other": x.numpy()[::-1][::-1]},
         lambda x: x.argmax(1).numpy(),
         lambda x: x.argmax(1).numpy().astype(str),
+        lambda x: x.to_sparse(),
+        lambda x: torch.complex(x, x + 1).conj(),
+        lambda x: torch.complex(x, x.where(x < x.amax(1, True), torch.nan)).conj().imag,
     ],
 )
-def test_arrays_of_numpys(last: Callable[[torch.Tensor], Any]) -> None:
+def test_outputs_that_are_no_plain_tensors(last: Callable[[torch.Tensor], Any]) -> None:
     class Arrays(nn.Module):
         def forward(self, x: torch.Tensor) -> Any:
             return last(torch.relu(x))

@@ -265,6 +265,7 @@ def _rows(output: Any, rows: range, count: int) -> Any:
     import torch.utils._pytree as pytree
 
     def of(each: Any) -> Any:
+        each = _in_torch(each)
         has_all = getattr(each, "shape", ())[:1] == (count,)
         return each[rows.start : rows.stop] if has_all else each
 
@@ -350,9 +351,15 @@ def _is_identical(one: Any, other: Any) -> bool:
 
 
 def _in_torch(leaf: Any) -> Any:
-    """A tensor for an array of numpy's, if torch has its type; anything else as it is."""
+    """A tensor for an array of numpy's, if torch has its type; anything else as it is.
+
+    Tensors are dense ones then, and plain numbers: not sparse, and no views of conjugates.
+    """
     import torch
 
+    if isinstance(leaf, torch.Tensor):
+        dense = leaf if leaf.layout is torch.strided else leaf.to_dense()
+        return dense.resolve_conj().resolve_neg()
     if not hasattr(leaf, "__array_interface__"):
         return leaf
     try:
