@@ -280,6 +280,23 @@ class TestWhatCrosses:
         for position in legal:
             check(traced, [position])
 
+    def test_no_cut_is_within_vmap(self) -> None:
+        """Which a second batch, or another thread, would find begun."""
+
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            y = torch.vmap(lambda row: torch.exp(row) * row.sum())(x * 2)
+            return torch.relu(y).sum(1)
+
+        traced = trace(forward)
+        names, legal = traced.operations, [cut.position for cut in traced.cuts()]
+        begin, end = (
+            next(number for number, name in enumerate(names) if f"{way}_nesting" in name)
+            for way in ("increment", "decrement")
+        )
+        assert {begin, end + 1} <= set(legal) <= {*range(begin + 1), *range(end + 1, len(names))}
+        for position in legal:
+            check(traced, [position])
+
     def test_writes_are_seen_in_inference_mode(self) -> None:
         with torch.inference_mode():
             self.test_no_cut_tears_a_memory_that_is_written_to_otherwise(add_with_autocast)

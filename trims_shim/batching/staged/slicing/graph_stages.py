@@ -13,7 +13,8 @@ view      another way to look at a tensor that may cross: that one does, and the
 ========  ==========================================================================================
 
 A border that anything else would cross is not legal. Nor is one where two names of one memory
-cross, and an operation behind it writes there: joined with others, they would be two memories.
+cross, and an operation behind it writes there: joined with others, they would be two memories. Nor
+one within torch.vmap, which begins and ends by operations that change the thread's state.
 
 Running the graph with two sizes of batch, and comparing, tells which is which. Weights do not
 cross: each stage has those it uses, and they are the model's own tensors.
@@ -188,7 +189,11 @@ class StagedGraph:
             for position in range(self._order.get(node, -1) + 1, max(uses, default=-1) + 1):
                 if position < end:
                     _add(crossing, position, self._needs(node))
+        depth = 0
         for index, node in enumerate(self.operations):
+            if depth:
+                crossing[index] = None
+            depth += _nesting(node)
             for memory in self._written[node]:
                 for position in range(index + 1):
                     if self._is_torn(crossing[position] or (), memory):
@@ -379,6 +384,12 @@ def _contents_of(node: Node) -> list[Node]:
     if not name.startswith(_FACTORIES):
         return node.all_input_nodes
     return [each for each in node.all_input_nodes if each is not node.args[0]]
+
+
+def _nesting(node: Node) -> int:
+    """1 where torch.vmap, or another of torch.func, begins, -1 where it ends, else 0."""
+    name = getattr(node.target, "__name__", "")
+    return name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
 
 
 def _memory(value: Any) -> int:
