@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import itertools
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +88,7 @@ def width(kind: str) -> int:
 def test_parameters(name: str) -> None:
     function, declared = libcuda.FUNCTIONS[name], parameters(name)
     outputs = [] if function.output is None else [ctypes.POINTER(function.output)]
-    kinds = [getattr(each, "_kind", each) for each in (*outputs, *function.inputs)]
+    kinds = [*outputs, *function.inputs]
     assert [ctypes.sizeof(each) for each in kinds] == list(map(width, declared))
     pointee = declared[0].removesuffix("*") if outputs else ""
     if pointee in BYTES:  # else the caller says how large the memory is, or what is in it
@@ -200,8 +202,31 @@ def test_what_does_not_fit_its_parameter_is_refused(
 
 @pytest.mark.parametrize("value", [0, 1, (1 << 64) - 1])
 def test_what_fits_arrives_unchanged(value: int) -> None:
-    parameter = libcuda.FUNCTIONS["cuMemRelease"].inputs[0]
-    assert parameter.from_param(value).value == value
+    library = Library()
+    library._found["cuMemRelease"] = lambda handle: handle.value
+    assert library.call("cuMemRelease", value) == (value, None)
+
+
+def test_an_interrupt_of_a_call_stays_one(emulated_cuda: emulation.Emulated) -> None:
+    """Found: ctypes made a refused number of what was raised while it took the arguments."""
+    library = Library()
+    library.call("cuInit", 0)
+    for turn in itertools.count():
+        points = itertools.count()
+
+        def interrupt(_: Any, event: str, __: Any, points: Any = points, turn: int = turn) -> None:
+            if event in ("call", "c_return") and next(points) == turn:
+                raise KeyboardInterrupt
+
+        try:
+            sys.setprofile(interrupt)
+            library.call("cuInit", 0)
+        except KeyboardInterrupt:
+            continue
+        finally:
+            sys.setprofile(None)
+        break
+    assert turn > 4
 
 
 def test_results_have_names(emulated_cuda: emulation.Emulated) -> None:

@@ -104,19 +104,6 @@ class CUmemAccessDesc(ctypes.Structure):
     _fields_ = (("location", CUmemLocation), ("flags", ctypes.c_int))
 
 
-class _Whole:
-    """A parameter type that refuses numbers that do not fit; ctypes would truncate them."""
-
-    def __init__(self, kind: Any) -> None:
-        self._kind = kind
-
-    def from_param(self, value: Any) -> Any:
-        number = self._kind(operator.index(value))
-        if number.value != value:
-            raise OverflowError(f"{value} does not fit {8 * ctypes.sizeof(number)} bits")
-        return number
-
-
 class Function(NamedTuple):
     """A function that returns a CUresult.
 
@@ -129,12 +116,12 @@ class Function(NamedTuple):
     inputs: tuple[Any, ...]
 
 
-_INT = _Whole(ctypes.c_int)  # enumerations and CUdevice as well
-_UNSIGNED = _Whole(ctypes.c_uint)
-_SIZE = _Whole(ctypes.c_size_t)
+_INT = ctypes.c_int  # enumerations and CUdevice as well
+_UNSIGNED = ctypes.c_uint
+_SIZE = ctypes.c_size_t
 # CUdeviceptr, CUmemGenericAllocationHandle, CUcontext, CUstream, void *, unsigned long long
-_WORD = _Whole(ctypes.c_uint64)
-_WORD_OUT = ctypes.c_uint64
+_WORD = ctypes.c_uint64
+_NUMBERS = (_INT, _UNSIGNED, _SIZE, _WORD)
 
 FUNCTIONS = {
     # By the name in cuda.h, which callers use.
@@ -153,35 +140,35 @@ FUNCTIONS = {
         Function(
             "cuMemGetAllocationGranularity", ctypes.c_size_t, (POINTER(CUmemAllocationProp), _INT)
         ),
-        Function("cuMemCreate", _WORD_OUT, (_SIZE, POINTER(CUmemAllocationProp), _WORD)),
+        Function("cuMemCreate", _WORD, (_SIZE, POINTER(CUmemAllocationProp), _WORD)),
         # For the one handle type that we use, a shareable handle is an int, a descriptor. To import
         # one, the descriptor is passed as the pointer's value.
         Function("cuMemExportToShareableHandle", ctypes.c_int, (_WORD, _INT, _WORD)),
-        Function("cuMemImportFromShareableHandle", _WORD_OUT, (_WORD, _INT)),
+        Function("cuMemImportFromShareableHandle", _WORD, (_WORD, _INT)),
         Function("cuMemRelease", None, (_WORD,)),
-        Function("cuMemAddressReserve", _WORD_OUT, (_SIZE, _SIZE, _WORD, _WORD)),
+        Function("cuMemAddressReserve", _WORD, (_SIZE, _SIZE, _WORD, _WORD)),
         Function("cuMemAddressFree", None, (_WORD, _SIZE)),
         Function("cuMemMap", None, (_WORD, _SIZE, _SIZE, _WORD, _WORD)),
         Function("cuMemUnmap", None, (_WORD, _SIZE)),
         Function("cuMemSetAccess", None, (_WORD, _SIZE, POINTER(CUmemAccessDesc), _SIZE)),
-        Function("cuDevicePrimaryCtxRetain", _WORD_OUT, (_INT,)),
+        Function("cuDevicePrimaryCtxRetain", _WORD, (_INT,)),
         Function("cuCtxPushCurrent_v2", None, (_WORD,)),
-        Function("cuCtxPopCurrent_v2", _WORD_OUT, ()),
+        Function("cuCtxPopCurrent_v2", _WORD, ()),
         Function("cuCtxSynchronize", None, ()),
         # An exchange: the value behind the pointer is both read and written.
         Function("cuThreadExchangeStreamCaptureMode", None, (POINTER(ctypes.c_int),)),
-        Function("cuStreamCreate", _WORD_OUT, (_UNSIGNED,)),
+        Function("cuStreamCreate", _WORD, (_UNSIGNED,)),
         Function("cuStreamDestroy_v2", None, (_WORD,)),
         Function("cuStreamSynchronize", None, (_WORD,)),
         Function("cuMemcpyHtoDAsync_v2", None, (_WORD, _WORD, _SIZE, _WORD)),
         Function("cuMemcpyDtoHAsync_v2", None, (_WORD, _WORD, _SIZE, _WORD)),
         Function("cuMemcpyDtoDAsync_v2", None, (_WORD, _WORD, _SIZE, _WORD)),
-        Function("cuMemHostAlloc", _WORD_OUT, (_SIZE, _UNSIGNED)),
+        Function("cuMemHostAlloc", _WORD, (_SIZE, _UNSIGNED)),
         Function("cuMemFreeHost", None, (_WORD,)),
-        Function("cuMemAlloc_v2", _WORD_OUT, (_SIZE,)),
+        Function("cuMemAlloc_v2", _WORD, (_SIZE,)),
         Function("cuMemFree_v2", None, (_WORD,)),
         Function("cuIpcGetMemHandle", CUipcMemHandle, (_WORD,)),
-        Function("cuIpcOpenMemHandle_v2", _WORD_OUT, (CUipcMemHandle, _UNSIGNED)),
+        Function("cuIpcOpenMemHandle_v2", _WORD, (CUipcMemHandle, _UNSIGNED)),
         Function("cuIpcCloseMemHandle", None, (_WORD,)),
     )
 }
@@ -203,11 +190,12 @@ class Library:
         library, AttributeError if the library lacks the function.
         """
         function = self._found.get(name) or self._find(name)
-        kind = FUNCTIONS[name].output
-        if kind is None:
-            return function(*inputs), None
-        output = kind()
-        return function(byref(output), *inputs), output
+        _, output, kinds = FUNCTIONS[name]
+        arguments = [_argument(*each) for each in zip(kinds, inputs, strict=True)]
+        if output is None:
+            return function(*arguments), None
+        result = output()
+        return function(byref(result), *arguments), result
 
     def name_of(self, result: int) -> str:
         """Return a result's name in cuda.h, or its number if the library does not know it."""
@@ -224,3 +212,18 @@ class Library:
         function.argtypes = inputs if output is None else (POINTER(output), *inputs)
         self._found[name] = function
         return function
+
+
+# Not a ``from_param`` of the parameter's type: ctypes makes an ArgumentError of all that is raised
+# there, also by a signal handler.
+def _argument(kind: Any, value: Any) -> Any:
+    """Return what to pass; refuse a number that does not fit, which ctypes would truncate."""
+    if kind not in _NUMBERS:
+        return value
+    try:
+        number = kind(operator.index(value))
+    except TypeError as error:
+        raise ctypes.ArgumentError(str(error)) from error
+    if number.value != value:
+        raise ctypes.ArgumentError(f"{value} does not fit {8 * ctypes.sizeof(number)} bits")
+    return number
