@@ -33,6 +33,7 @@ from trims_shim.memory.device import (
     sparse_outline,
 )
 from trims_shim.memory.driver import Driver, driver, forget
+from trims_shim.memory.libcuda import Library
 
 GRANULE = emulation.GRANULARITY
 PART = 2 * GRANULE
@@ -383,6 +384,52 @@ def test_a_failed_mapping_leaves_nothing(
     allocation.close()
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "cuThreadExchangeStreamCaptureMode",
+        "cuMemAddressReserve",
+        "cuMemImportFromShareableHandle",
+        "cuMemMap",
+        "cuMemRelease",
+        "cuMemSetAccess",
+        "cuCtxPopCurrent",
+    ],
+)
+def test_a_mapping_interrupted_right_after_a_call_leaves_nothing(
+    device: str, small_parts: None, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Found: what the call had made, or mapped, stayed until the process ended."""
+    allocation = DeviceMemory(device, "vmm").create(2 * PART)
+    before = open_descriptors()
+    with interrupted_after(call, monkeypatch):
+        map_all(allocation, is_writable=False)
+    assert mapped() == (0, 0, 0)
+    assert open_descriptors() <= before
+    mode = ctypes.c_int(0)  # CU_STREAM_CAPTURE_MODE_GLOBAL, as it was
+    assert ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)) == 0
+    assert mode.value == 0
+    allocation.close()
+
+
+@contextlib.contextmanager
+def interrupted_after(call: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the first such call of the block end as if a signal handler had raised meanwhile."""
+    original, left = Library.call, [call]
+
+    def interrupted(self: Library, name: str, *inputs: Any, **named: Any) -> Any:
+        result = original(self, name, *inputs, **named)
+        if name in left:
+            left.remove(name)
+            raise KeyboardInterrupt
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Library, "call", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
 def test_an_unmapping_that_fails_does_all_it_can_and_says_so(
     device: str, small_parts: None, fail: Callable[[str], None]
 ) -> None:
@@ -580,6 +627,19 @@ def test_a_legacy_opening_that_fails_leaves_nothing(
         handle, size = creator.hear()
         fail("cuCtxPopCurrent:1=700")
         with pytest.raises(DriverFailure, match=r"cuCtxPopCurrent.*ILLEGAL_ADDRESS"):
+            open_handles(device, [bytes.fromhex(handle)], [size])
+        assert emulation.held().imported == 0
+
+
+@pytest.mark.parametrize("call", ["cuIpcOpenMemHandle", "cuCtxPopCurrent"])
+def test_a_legacy_opening_interrupted_right_after_a_call_leaves_nothing(
+    device: str, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Found: the memory stayed open until the process ended."""
+    with child(CREATE_LEGACY) as (creator, _):
+        creator.say(GRANULE)
+        handle, size = creator.hear()
+        with interrupted_after(call, monkeypatch):
             open_handles(device, [bytes.fromhex(handle)], [size])
         assert emulation.held().imported == 0
 

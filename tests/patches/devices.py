@@ -100,6 +100,7 @@ class Mapping:
         self.address = ctypes.addressof(self.array)
         self.checksum = zlib.crc32(content)
         self.is_mapped = True
+        self.is_empty = False
 
     def unmap(self) -> None:
         self.is_mapped = False
@@ -167,7 +168,7 @@ class Devices:
             index=int(device[-1]),
             release=lambda: self.released.append(digest),
         )
-        return device_arenas._process.serve(image)
+        return device_arenas._process.serve(DeviceArena(image))
 
     def assert_untouched(self) -> None:
         assert all(each.is_untouched() for each in self.mappings)

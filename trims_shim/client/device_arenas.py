@@ -56,7 +56,7 @@ _LONGEST_CAPTURE_S = 300.0
 class DeviceImage:
     """One leased image in device memory, mapped until the reaper drops it."""
 
-    __slots__ = ("_mapping", "_release", "device", "digest", "index", "layout", "outline", "pid")
+    __slots__ = ("_release", "device", "digest", "index", "layout", "mapping", "outline", "pid")
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class DeviceImage:
         index: int,
         release: Callable[[], None],
     ) -> None:
-        """Take over the mapping and, with ``release``, the lease."""
-        self._mapping = mapping
+        """Take over the mapping, which may be empty yet, and, with ``release``, the lease."""
+        self.mapping = mapping
         self._release = release
         self.outline = outline
         self.layout = layout
@@ -81,14 +81,14 @@ class DeviceImage:
     @property
     def address(self) -> int:
         """The mapping's first address in this process."""
-        return self._mapping.address
+        return self.mapping.address
 
     def drop(self) -> None:
         """Unmap, then give up the lease. For the reaper."""
         # Remove from the index first: the driver may hand out the address again right after.
         _process.index.remove(self.address)
         try:
-            self._mapping.unmap()
+            self.mapping.unmap()
         except DriverFailure as error:
             # A context that died of a fault ends with the process; the driver unmaps then.
             _note("unmap_failed", error)
@@ -102,17 +102,21 @@ class DeviceArena:
     the arena alive while the memory is used.
     """
 
-    __slots__ = ("__weakref__", "address", "device", "image", "index", "layout", "size_bytes")
+    __slots__ = ("__weakref__", "device", "image", "index", "layout", "size_bytes")
 
     def __init__(self, image: DeviceImage) -> None:
         self.image = image
         self.device = image.device
         self.index = image.index
-        self.address = image.address
         self.layout = image.layout
         self.size_bytes = image.layout.size_bytes
         finalizer = weakref.finalize(self, _retire, image)
         finalizer.atexit = False
+
+    @property
+    def address(self) -> int:
+        """The mapping's first address in this process."""
+        return self.image.address
 
     @property
     def outline(self) -> Arena:
@@ -142,13 +146,12 @@ class _Process:
         if arena is not None:
             return arena
         image = self.reaper.revive(lambda each: (each.digest, each.device) == (digest, device))
-        return None if image is None else self.serve(image)
+        return None if image is None else self.serve(DeviceArena(image))
 
-    def serve(self, image: DeviceImage) -> DeviceArena:
-        """Make the arena of an image that has none; the caller holds the lock."""
-        arena = DeviceArena(image)
+    def serve(self, arena: DeviceArena) -> DeviceArena:
+        """Let the arena be found, and return it; the caller holds the lock."""
         self.index.add(arena.address, arena.size_bytes, weakref.ref(arena))
-        self.arenas[image.digest, image.device] = arena
+        self.arenas[arena.digest, arena.device] = arena
         return arena
 
 
@@ -230,7 +233,7 @@ def _map(
     allocations: Sequence[OwnDescriptor],
     device: DeviceId,
     name: str,
-) -> DeviceImage:
+) -> DeviceArena:
     if grant is None:
         raise WireError(f"no device memory was granted for {name}")
     mapped_outline = outline.map()
@@ -242,14 +245,19 @@ def _map(
             f"process as {layout.fingerprint()}; run `trims stop` if the versions differ"
         )
     index = driver().index_of(device)
+    mapping = DeviceMapping()
+    # Before anything is mapped: the arena's end unmaps it, wherever an interrupt comes.
+    arena = DeviceArena(
+        DeviceImage(
+            mapping, mapped_outline, layout, device=device, index=index, release=outline.release
+        )
+    )
     if grant.handles:
-        mapping = open_handles(device, grant.handles, grant.allocations)
+        open_handles(device, grant.handles, grant.allocations, into=mapping)
     else:
         numbers = [each.number for each in allocations]
-        mapping = map_allocations(device, numbers, grant.allocations, is_writable=False)
-    return DeviceImage(
-        mapping, mapped_outline, layout, device=device, index=index, release=outline.release
-    )
+        map_allocations(device, numbers, grant.allocations, is_writable=False, into=mapping)
+    return arena
 
 
 def _read_layout(outline: Arena, name: str) -> DeviceLayout:
@@ -282,7 +290,7 @@ def _note(reason: str, error: DriverFailure) -> None:
 
 
 def _retire(image: DeviceImage) -> None:
-    if image.pid == os.getpid():
+    if image.pid == os.getpid() and not image.mapping.is_empty:
         _process.reaper.retire(image)
 
 

@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from trims_shim.errors import DriverFailure, MemoryFailure, NoSpace
-from trims_shim.memory.driver import OUT_OF_MEMORY, RESERVATION_ALIGNMENT_BYTES, driver
+from trims_shim.memory.driver import OUT_OF_MEMORY, RESERVATION_ALIGNMENT_BYTES, Word, driver
 from trims_shim.memory.mapping import round_up
 from trims_shim.memory.memfd import new_memfd, seal_memfd
 from trims_shim.specs import DeviceId
@@ -181,25 +182,66 @@ class DeviceMemory:
 
 
 class DeviceMapping:
-    """An image in this process's address space, until :meth:`unmap`."""
+    """An image in this process's address space, until :meth:`unmap`.
 
-    __slots__ = ("_pid", "_undo", "address", "size_bytes")
+    It is empty until :func:`map_allocations` or :func:`open_handles` fills it. An owner that has it
+    before can undo all that was done when a signal handler raises, at whichever call.
+    """
 
-    def __init__(self, address: int, size_bytes: int, undo: Callable[[], None]) -> None:
-        """``undo`` removes the mapping."""
-        self.address = address
-        self.size_bytes = size_bytes
-        self._undo: Callable[[], None] | None = undo
+    __slots__ = ("_address", "_pid", "_undo", "size_bytes")
+
+    def __init__(self) -> None:
+        self._address = Word()
+        self._undo: list[Callable[[], None]] = []
         self._pid = os.getpid()
+        self.size_bytes = 0
+
+    @property
+    def address(self) -> int:
+        """The first address; 0 while it is empty."""
+        return self._address.value
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to unmap."""
+        return not self._undo
 
     def unmap(self) -> None:
         """Remove the mapping; no work that uses it may still run. Raises DriverFailure.
 
         Removes all that can be removed, even if a part fails. A second call does nothing.
         """
-        undo, self._undo = self._undo, None
-        if undo is not None and self._pid == os.getpid():
-            undo()
+        undo, self._undo = self._undo, []
+        if not undo or self._pid != os.getpid():
+            return
+        with driver().relaxed_capture(), contextlib.ExitStack() as last_first:
+            for each in undo:
+                last_first.callback(each)
+
+    # Each step is noted before it is made: what was made and not noted would stay.
+
+    def _reserve(self, size_bytes: int) -> None:
+        self._undo.append(partial(_if_made, driver().free_address, self._address, size_bytes))
+        driver().reserve(size_bytes, into=self._address)
+        self.size_bytes = size_bytes
+
+    def _map(self, offset_bytes: int, size_bytes: int, descriptor: int) -> None:
+        address, handle = self.address + offset_bytes, Word()
+        self._undo.append(partial(_if_made, driver().release, handle))
+        driver().import_descriptor(descriptor, into=handle)
+        self._undo.append(partial(driver().unmap, address, size_bytes))
+        try:
+            driver().map(address, size_bytes, handle.value)
+        except DriverFailure:
+            self._undo.pop()
+            raise
+        driver().release(handle.value)
+        handle.value = 0
+
+    def _open(self, handle: bytes, size_bytes: int, index: int) -> None:
+        self._undo.append(partial(_if_made, partial(_close_handle, index), self._address))
+        driver().ipc_open(handle, into=self._address)
+        self.size_bytes = size_bytes
 
 
 def map_allocations(
@@ -208,6 +250,7 @@ def map_allocations(
     allocations: Sequence[int],
     *,
     is_writable: bool,
+    into: DeviceMapping | None = None,
 ) -> DeviceMapping:
     """Map exported allocations back to back, for this device to read (or write).
 
@@ -215,51 +258,64 @@ def map_allocations(
 
     The descriptors stay the caller's and may be closed: the mapping holds the memory. Unless
     ``is_writable``, a write is a fault that ends the writer's context and harms no other process.
-    Takes a context. Raises DriverFailure, MemoryFailure.
+    Takes a context. Returns ``into``, an empty mapping, or a new one. Raises DriverFailure,
+    MemoryFailure.
     """
     if len(descriptors) != len(allocations):
         raise MemoryFailure(f"{len(descriptors)} descriptors for {len(allocations)} allocations")
     index = driver().index_of(device)
     size = sum(allocations)
-    with driver().relaxed_capture(), contextlib.ExitStack() as undo:
-        # Leaving the context may fail too, so leave it before the caller owns the mapping.
-        with driver().context(index):
-            address = driver().reserve(size)
-            undo.callback(driver().free_address, address, size)
-            end = address
-            for descriptor, part in zip(descriptors, allocations, strict=True):
-                handle = driver().import_descriptor(descriptor)
-                try:
-                    driver().map(end, part, handle)
-                    undo.callback(driver().unmap, end, part)
-                finally:
-                    driver().release(handle)
-                end += part
-            driver().set_access(address, size, index, is_writable=is_writable)
-        return DeviceMapping(address, size, _relaxed(undo.pop_all()))
+    with _filled(into, index) as mapping:
+        mapping._reserve(size)
+        offset = 0
+        for descriptor, part in zip(descriptors, allocations, strict=True):
+            mapping._map(offset, part, descriptor)
+            offset += part
+        driver().set_access(mapping.address, size, index, is_writable=is_writable)
+    return mapping
 
 
 def open_handles(
-    device: DeviceId, handles: Sequence[bytes], allocations: Sequence[int]
+    device: DeviceId,
+    handles: Sequence[bytes],
+    allocations: Sequence[int],
+    *,
+    into: DeviceMapping | None = None,
 ) -> DeviceMapping:
     """Open the one allocation of an image of the backend ``ipc``, readable and writable.
 
-    The process that allocated it must be alive and another one. Takes a context. Raises
-    DriverFailure.
+    The process that allocated it must be alive and another one. Takes a context. Returns ``into``,
+    an empty mapping, or a new one. Raises DriverFailure.
     """
     if len(handles) != 1 or len(allocations) != 1:
         raise DriverFailure(f"an image has one IPC handle, not {len(handles)}; run `trims stop`")
     index = driver().index_of(device)
-    with driver().relaxed_capture(), contextlib.ExitStack() as undo:
-        # Leave the context first, as in map_allocations.
-        with driver().context(index):
-            address = driver().ipc_open(handles[0])
-            undo.callback(_close_handle, index, address)
-        return DeviceMapping(address, allocations[0], undo.pop_all().close)
+    with _filled(into, index) as mapping:
+        mapping._open(handles[0], allocations[0], index)
+    return mapping
+
+
+@contextlib.contextmanager
+def _filled(into: DeviceMapping | None, index: int) -> Iterator[DeviceMapping]:
+    """A mapping that is empty again if the block, or leaving the context after it, fails."""
+    mapping = DeviceMapping() if into is None else into
+    try:
+        with driver().relaxed_capture(), driver().context(index):
+            yield mapping
+    except BaseException:
+        # An interrupted step may not have been made, or not be undone twice; the cause is raised.
+        with contextlib.suppress(DriverFailure):
+            mapping.unmap()
+        raise
+
+
+def _if_made(undo: Callable[..., None], made: Word, *arguments: int) -> None:
+    if made.value:
+        undo(made.value, *arguments)
 
 
 def _close_handle(index: int, address: int) -> None:
-    with driver().relaxed_capture(), driver().context(index):
+    with driver().context(index):
         driver().ipc_close(address)
 
 
@@ -297,11 +353,3 @@ def seal_outline(descriptor: int) -> int:
 def _split(size_bytes: int) -> tuple[int, ...]:
     whole, rest = divmod(size_bytes, ALLOCATION_LIMIT_BYTES)
     return (ALLOCATION_LIMIT_BYTES,) * whole + ((rest,) if rest else ())
-
-
-def _relaxed(undo: contextlib.ExitStack) -> Callable[[], None]:
-    def close() -> None:
-        with driver().relaxed_capture():
-            undo.close()
-
-    return close

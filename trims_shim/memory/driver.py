@@ -34,6 +34,7 @@ __all__ = [
     "RESERVATION_ALIGNMENT_BYTES",
     "DeviceInfo",
     "Driver",
+    "Word",
     "driver",
     "forget",
 ]
@@ -41,6 +42,9 @@ __all__ = [
 RESERVATION_ALIGNMENT_BYTES = 2 << 20
 """The device's page size; torch and GMS reserve at it too. The granularity is a multiple of it."""
 IPC_HANDLE_BYTES = libcuda.CU_IPC_HANDLE_SIZE
+Word = ctypes.c_uint64
+"""A handle or an address that a caller holds before the call that makes it, as ``into``: a signal
+handler may raise right after that call, and what it returns would be lost."""
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 """A :attr:`DriverFailure.result` that may pass: a later try can succeed."""
 
@@ -155,9 +159,9 @@ class Driver:
         os.set_inheritable(descriptor, False)
         return descriptor
 
-    def import_descriptor(self, descriptor: int) -> int:
+    def import_descriptor(self, descriptor: int, *, into: Word | None = None) -> int:
         """Return a handle of a descriptor's memory; the caller keeps or closes the descriptor."""
-        return self._number("cuMemImportFromShareableHandle", descriptor, _DESCRIPTOR)
+        return self._number("cuMemImportFromShareableHandle", descriptor, _DESCRIPTOR, into=into)
 
     def release(self, handle: int) -> None:
         """Give up a handle. The memory goes with its last handle, mapping and descriptor."""
@@ -165,10 +169,10 @@ class Driver:
 
     # --- address space ----------------------------------------------------------------------------
 
-    def reserve(self, size_bytes: int) -> int:
+    def reserve(self, size_bytes: int, *, into: Word | None = None) -> int:
         """Reserve a range of addresses; ``size_bytes``: a multiple of the granularity."""
         arguments = (size_bytes, RESERVATION_ALIGNMENT_BYTES, 0, 0)
-        return self._number("cuMemAddressReserve", *arguments, of=f"{size_bytes} bytes")
+        return self._number("cuMemAddressReserve", *arguments, of=f"{size_bytes} bytes", into=into)
 
     def free_address(self, address: int, size_bytes: int) -> None:
         """Give back a whole reservation, in which nothing may be mapped."""
@@ -215,11 +219,12 @@ class Driver:
         cuThreadExchangeStreamCaptureMode; the default mode is global).
         """
         mode = ctypes.c_int(libcuda.CU_STREAM_CAPTURE_MODE_RELAXED)
-        self._call("cuThreadExchangeStreamCaptureMode", mode)
         try:
+            self._call("cuThreadExchangeStreamCaptureMode", mode)
             yield
         finally:
-            self._call("cuThreadExchangeStreamCaptureMode", mode)
+            if mode.value != libcuda.CU_STREAM_CAPTURE_MODE_RELAXED:  # else it is as it was
+                self._call("cuThreadExchangeStreamCaptureMode", mode)
 
     def synchronize(self, index: int) -> None:
         """Wait for all work that this process has given to a device.
@@ -279,13 +284,13 @@ class Driver:
         """Return a handle with which other processes open this memory while this one lives."""
         return bytes(self._call("cuIpcGetMemHandle", address))
 
-    def ipc_open(self, handle: bytes) -> int:
+    def ipc_open(self, handle: bytes, *, into: Word | None = None) -> int:
         """Return the address of another process's memory, writable; needs one close per open."""
         if len(handle) != IPC_HANDLE_BYTES:
             raise DriverFailure(f"an IPC handle has {IPC_HANDLE_BYTES} bytes, not {len(handle)}")
         wanted = libcuda.CUipcMemHandle.from_buffer_copy(handle)
         lazily = libcuda.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-        return self._number("cuIpcOpenMemHandle", wanted, lazily)
+        return self._number("cuIpcOpenMemHandle", wanted, lazily, into=into)
 
     def ipc_close(self, address: int) -> None:
         """Undo one :meth:`ipc_open`."""
@@ -319,15 +324,15 @@ class Driver:
                 self._contexts[index] = self._number("cuDevicePrimaryCtxRetain", device)
             return self._contexts[index]
 
-    def _number(self, call: str, *inputs: object, of: str = "") -> int:
-        return int(self._call(call, *inputs, of=of).value)
+    def _number(self, call: str, *inputs: object, of: str = "", into: Word | None = None) -> int:
+        return int(self._call(call, *inputs, of=of, into=into).value)
 
-    def _call(self, call: str, *inputs: object, of: str = "") -> Any:
+    def _call(self, call: str, *inputs: object, of: str = "", into: Word | None = None) -> Any:
         """Return the call's output as a ctypes object (None where it has none)."""
         if self._pid != os.getpid():
             raise DriverFailure(_FORKED)
         try:
-            result, output = self._library.call(call, *inputs)
+            result, output = self._library.call(call, *inputs, into=into)
         except ctypes.ArgumentError as error:
             raise DriverFailure(f"{call} cannot be asked for {of or inputs}: {error}") from error
         except (OSError, AttributeError) as error:

@@ -183,8 +183,11 @@ class Library:
         self._loaded: ctypes.CDLL | None = None
         self._found: dict[str, Any] = {}
 
-    def call(self, name: str, *inputs: Any) -> tuple[int, Any]:
+    def call(self, name: str, *inputs: Any, into: Any = None) -> tuple[int, Any]:
         """Return the CUresult, and the output as a ctypes object (None where there is none).
+
+        ``into`` is that object where the caller has to have the output even if a signal handler
+        raises right after the call.
 
         Raises ctypes.ArgumentError if an input does not fit its parameter, OSError if there is no
         library, AttributeError if the library lacks the function.
@@ -194,7 +197,7 @@ class Library:
         arguments = [_argument(*each) for each in zip(kinds, inputs, strict=True)]
         if output is None:
             return function(*arguments), None
-        result = output()
+        result = output() if into is None else into
         return function(byref(result), *arguments), result
 
     def name_of(self, result: int) -> str:
