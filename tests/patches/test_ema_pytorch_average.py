@@ -51,15 +51,40 @@ class KarrasEMA(_Average):
         super().__init__(model)
 
 
-@pytest.fixture(params=["EMA", "KarrasEMA"])
-def average_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Makes the average of a model."""
-    plain = emulation.library(monkeypatch, "ema_pytorch.ema_pytorch", EMA)
-    karras = emulation.library(monkeypatch, "ema_pytorch.post_hoc_ema", KarrasEMA)
+class EMAPytree(nn.Module):
+    def __init__(self, pytree: Any, ema_pytree: Any) -> None:
+        super().__init__()
+        self.pytree, self.ema_pytree = pytree, ema_pytree
+
+    def copy_params_from_pytree_to_ema(self) -> None:
+        for name, each in self.ema_pytree.items():
+            each.data.copy_(self.pytree[name])
+
+    def update_moving_average(
+        self, ma_pytree: Any, current_pytree: Any, current_decay: float
+    ) -> None:
+        for name, each in ma_pytree.items():
+            each.data.lerp_(current_pytree[name], 1.0 - current_decay)
+
+
+@pytest.fixture
+def applied(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any, Any]]:
+    """The library's modules, patched."""
+    modules = (
+        emulation.library(monkeypatch, "ema_pytorch.ema_pytorch", EMA),
+        emulation.library(monkeypatch, "ema_pytorch.post_hoc_ema", KarrasEMA),
+        emulation.library(monkeypatch, "ema_pytorch.ema_pytree_pytorch", EMAPytree),
+    )
     points = *emulation.OF_LOADING, *ema_pytorch_average.POINTS
     with emulation.emulated(monkeypatch, *points):
-        is_plain = request.param == "EMA"
-        yield plain.EMA if is_plain else functools.partial(karras.KarrasEMA, gamma=1.0)
+        yield modules
+
+
+@pytest.fixture(params=["EMA", "KarrasEMA"])
+def average_of(request: pytest.FixtureRequest, applied: tuple[Any, Any, Any]) -> Any:
+    """Makes the average of a model."""
+    plain, karras, _ = applied
+    return plain.EMA if request.param == "EMA" else functools.partial(karras.KarrasEMA, gamma=1.0)
 
 
 def test_an_average_that_is_resumed(average_of: Any, tmp_path: Path) -> None:
@@ -89,3 +114,17 @@ def test_averages_for_the_model(average_of: Any, tmp_path: Path) -> None:
     average.copy_params_from_ema_to_model()
     assert torch.equal(average.model.weight, average.ema_model.weight)
     assert not shared(average.model.weight)
+
+
+def test_averages_of_tensors_in_a_dictionary(applied: tuple[Any, Any, Any], tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(SIDE, SIDE)}, tmp_path / "average.pt")
+    for update in ("update_moving_average", "copy_params_from_pytree_to_ema"):
+        resumed = torch.load(tmp_path / "average.pt", map_location="cuda")
+        assert shared(resumed["weight"])
+        average = applied[2].EMAPytree({"weight": torch.full((SIDE, SIDE), 3.0)}, resumed)
+        if update == "update_moving_average":
+            average.update_moving_average(average.ema_pytree, average.pytree, 0.5)
+            assert resumed["weight"].unique().tolist() == [2.0]
+        else:
+            average.copy_params_from_pytree_to_ema()
+            assert resumed["weight"].unique().tolist() == [3.0]
