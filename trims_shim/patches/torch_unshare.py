@@ -24,7 +24,8 @@ usual writers. For tensors elsewhere, each seam costs one lookup in an empty ind
   Shap-E to their own (:mod:`.transformers_rwkv`, :mod:`.diffusers_shap_e`), averages of
   diffusers and torch-ema to a model (:mod:`.diffusers_average`, :mod:`.torch_ema_average`),
   diffusers' textual inversion to embeddings
-  (:mod:`.diffusers_inversion`), ema-pytorch to averages and models (:mod:`.ema_pytorch_average`).
+  (:mod:`.diffusers_inversion`), ema-pytorch to averages and models (:mod:`.ema_pytorch_average`),
+  trl to reference models (:mod:`.trl_reference`).
 
 Every parameter, view, alias and ``.data`` over the same storage becomes private with it
 (:mod:`.torch_repoint`). Parameters that their module writes in passing
