@@ -62,6 +62,8 @@ PATCH_FILES = (
     ("diffusers_average", _BOTH, ("diffusers.training_utils",), True),
     ("torch_ema_average", _BOTH, ("torch_ema.ema",), True),
     ("ema_pytorch_average", _BOTH, ("ema_pytorch",), True),
+    ("lightning_average", _BOTH, ("lightning.pytorch.callbacks",), True),
+    ("pytorch_lightning_average", _BOTH, ("pytorch_lightning.callbacks",), True),
     ("trl_reference", _BOTH, ("trl.trainer.callbacks",), True),
     ("diffusers_inversion", _BOTH, ("diffusers.loaders.textual_inversion",), True),
     ("accelerate_buffers", _BOTH, ("accelerate.utils.modeling",), True),

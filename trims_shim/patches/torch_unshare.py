@@ -25,6 +25,7 @@ usual writers. For tensors elsewhere, each seam costs one lookup in an empty ind
   diffusers and torch-ema to a model (:mod:`.diffusers_average`, :mod:`.torch_ema_average`),
   diffusers' textual inversion to embeddings
   (:mod:`.diffusers_inversion`), ema-pytorch to averages and models (:mod:`.ema_pytorch_average`),
+  Lightning's callbacks to models (:mod:`.lightning_average`, :mod:`.pytorch_lightning_average`),
   trl to reference models (:mod:`.trl_reference`).
 
 Every parameter, view, alias and ``.data`` over the same storage becomes private with it
