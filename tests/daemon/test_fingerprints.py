@@ -20,6 +20,7 @@ DIFFERENT = [
     1,
     1.0,
     "1",
+    "\ud800",
     b"1",
     [],
     [1],
@@ -53,6 +54,11 @@ class TestFingerprints:
     @pytest.mark.parametrize("value", [NAN, np.ones((2, 3)), {"b": 1, "a": [2]}, "text"])
     def test_equal_values_have_equal_ones(self, value: Any) -> None:
         assert fingerprint(copy.deepcopy(value)) == fingerprint(value)
+
+    def test_strings_count_and_not_where_they_lie(self) -> None:
+        one, other = (np.array([f"{number}" * 9 for number in (1, 2)], object) for _ in range(2))
+        assert one[0] is not other[0]
+        assert fingerprint(one) == fingerprint(other)
 
     def test_the_order_of_a_map_does_not_count(self) -> None:
         assert fingerprint({1: "a", 2: "b"}) == fingerprint({2: "b", 1: "a"})

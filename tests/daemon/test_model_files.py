@@ -59,7 +59,7 @@ class TestModelFiles:
             with pytest.raises(FileChanged):
                 files.check_unchanged()
 
-    def test_the_size_is_that_of_all_files(self, tmp_path: Path) -> None:
+    def test_the_size_is_that_of_all_files(self, tmp_path: Path, no_leak: None) -> None:
         path = tmp_path / "model.onnx"
         save_external(perceptron())(path)
         with opened(path) as source:
@@ -87,6 +87,12 @@ class TestStructure:
         named = tmp_path / "model.ort"
         save(perceptron())(named)
         assert prepare(named, directory).reason == "ort_format"
+
+    def test_an_empty_file(self, tmp_path: Path, directory: Path) -> None:
+        path = tmp_path / "model.onnx"
+        path.touch()
+        reply = prepare(path, directory)
+        assert (reply.reason, reply.is_lasting) == ("unknown_model", True)
 
     def test_an_ep_context(self, tmp_path: Path, directory: Path) -> None:
         path = tmp_path / "model.onnx"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from trims_shim.daemon.preparer import probe_inputs
 from trims_shim.daemon.preparer.probe_inputs import Argument, NoInputs
@@ -48,6 +49,8 @@ class TestInputs:
             "uint32",
             "uint64",
             "bool",
+            "complex64",
+            "complex128",
         ],
     )
     def test_types(self, element: str, filling: str) -> None:
@@ -72,10 +75,22 @@ class TestInputs:
         assert values["x"].tolist() != values["y"].tolist()
 
     def test_indices_are_small_and_pixels_are_not(self) -> None:
-        both = [Argument(name, f"tensor({name})", (1000,)) for name in ("int64", "uint8")]
-        values = probe_inputs.inputs(both, size=1, filling="small")
+        names = ("int64", "uint8", "int8")
+        arguments = [Argument(name, f"tensor({name})", (10_000,)) for name in names]
+        values = probe_inputs.inputs(arguments, size=1, filling="small")
         assert set(values["int64"].tolist()) == {0, 1}
-        assert len(set(values["uint8"].tolist())) > 100
+        assert set(values["uint8"].tolist()) == set(range(256))
+        assert set(values["int8"].tolist()) == set(range(-128, 128))
+
+    @pytest.mark.parametrize(
+        ("filling", "expected"),
+        [("ones", [1] * 9), ("zeros", [0] * 9), ("count", [*range(8), 0])],
+    )
+    def test_other_values(self, filling: str, expected: list[int]) -> None:
+        """For models that take no others as indices, lengths or shapes."""
+        argument = Argument("x", "tensor(int64)", (9,))
+        values = probe_inputs.inputs([argument], size=1, filling=filling)
+        assert values["x"].tolist() == expected
 
     def test_strings(self) -> None:
         values = probe_inputs.inputs(
@@ -105,11 +120,19 @@ class TestInputs:
         )
         assert made == {"o": None}
 
-    def test_numbers_that_numpy_lacks(self) -> None:
+    @pytest.mark.parametrize(
+        "element", ["bfloat16", "float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz"]
+    )
+    def test_numbers_that_numpy_lacks(self, element: str) -> None:
         made = probe_inputs.inputs(
-            [Argument("x", "tensor(bfloat16)", (2,))], size=1, filling="ones"
+            [Argument("x", f"tensor({element})", (2,))], size=1, filling="ones"
         )
-        assert made["x"].element_type() == TensorProto.BFLOAT16
+        number = TensorProto.DataType.Value(element.upper())
+        assert made["x"].element_type() == number
+        value = made["x"]._ortvalue
+        content = ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes())
+        expected = helper.make_tensor("x", number, (2,), [1.0, 1.0]).int32_data
+        assert content == b"".join(each.to_bytes(len(content) // 2, "little") for each in expected)
 
     @pytest.mark.parametrize(
         "kind", ["tensor(int4)", "sparse_tensor(float)", "seq(map(int64,tensor(float)))", "what"]

@@ -246,6 +246,14 @@ class TestModels:
         assert found.probes, found.note
         assert found.differences(opened(model)) == ((), EQUAL)
 
+    def test_outputs_that_numpy_lacks_of_inputs_that_it_has(self) -> None:
+        graph = Graph("cast")
+        graph.node("Cast", graph.input("x", ["n"]), to=TensorProto.BFLOAT16, outputs=["y"])
+        graph.output("y", ["n"], TensorProto.BFLOAT16)
+        found = collect(graph.model())
+        assert found.probes, found.note
+        assert found.differences(opened(graph.model())) == ((), EQUAL)
+
     @staticmethod
     def dice(*, nodes_before: int) -> onnx.ModelProto:
         graph = Graph("dice")

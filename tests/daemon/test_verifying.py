@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,7 @@ from onnx_models import Graph, perceptron, save
 from prepare_requests import prepare, recipe, request
 
 from trims_shim.daemon.preparer import optimising, verifying
-from trims_shim.daemon.preparer.optimising import Sessions
+from trims_shim.daemon.preparer.optimising import Refusal, Sessions
 from trims_shim.daemon.preparer.probe_inputs import Argument
 
 
@@ -220,6 +223,22 @@ class TestDescription:
         found, changed = self.described(), self.described(change)
         assert getattr(found, part) != getattr(changed, part)
 
+    def test_the_order_of_metadata_does_not_show(self) -> None:
+        """It is that of a hash table."""
+        both = ({"a": "1", "b": "2"}, {"b": "2", "a": "1"})
+        one, other = (verifying._metadata(SimpleNamespace(custom=each)) for each in both)
+        assert one == other
+
+    def test_what_differs_is_said(self) -> None:
+        found = self.described()
+        x, ids = found.inputs
+        with pytest.raises(Refusal, match=r"inputs: 1$"):
+            verifying._check_description(found, replace(found, inputs=(x,)))
+        other = replace(ids, name="other")
+        with pytest.raises(Refusal, match="inputs: ") as raised:
+            verifying._check_description(found, replace(found, inputs=(x, other)))
+        assert str([(ids, other)]) in str(raised.value)
+
 
 class TestTimes:
     def test_quick_sessions_are_created_more_than_once(self) -> None:
@@ -239,6 +258,16 @@ class TestTimes:
         made: list[object] = []
         verifying._created(lambda: made.append(object()))
         assert len(made) == 1
+
+    def test_the_least_time_counts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Until so much has been spent that another one would take too long."""
+        moments = itertools.accumulate([0, 70, 0, 30, 0, 60, 0, 50, 0, 10])
+        clock = SimpleNamespace(thread_time=lambda: next(moments) / 1000)
+        monkeypatch.setattr(verifying, "time", clock)
+        made: list[object] = []
+        _, taken_s = verifying._created(lambda: made.append(object()))
+        assert len(made) == 4
+        assert taken_s == pytest.approx(0.03)
 
     def test_a_session_is_gone_before_the_next_one(self) -> None:
         """The memory of one model is enough."""
