@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import os
 import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,3 +132,83 @@ def test_what_was_made_goes_also_if_the_end_is_interrupted(
     with pytest.raises(KeyboardInterrupt), demo._place(1):
         pass
     assert not list(tmp_path.iterdir())
+
+
+def ran(label: str, ready_s: float, private_bytes: int, **others: Any) -> demo._Run:
+    """One process; what it shares and computes is what a served one does, unless given."""
+    served: dict[str, Any] = {"shared_fraction": 1.0, "segments": ("0:7",), "checksum": "c"}
+    return demo._Run(
+        label=label,
+        pid=1,
+        load_s=ready_s,
+        load_state_dict_s=0.0,
+        first_answer_s=1.0,
+        private_bytes=private_bytes,
+        **{"with_shim": True} | served | others,
+    )
+
+
+PLAIN = ran("without trims", 3.0, 900_000_000, with_shim=False, shared_fraction=0.0, segments=())
+FIRST, LATER = ran("#1", 2.0, 200_000_000), ran("#2", 0.1, 100_000_000)
+
+
+def test_what_is_concluded_is_what_was_measured() -> None:
+    is_good, said = demo._conclude([PLAIN, FIRST, LATER, replace(LATER, private_bytes=300_000_000)])
+    assert is_good
+    assert said == [
+        "Once the model is in the cache, a process has its weights after 100 ms instead of 3.00 s "
+        "(30 times faster).",
+        "Each further process takes 200 MB of memory of its own instead of 900 MB (700 MB less).",
+    ]
+    costly = replace(LATER, load_s=2.0, private_bytes=901_000_000)
+    is_good, said = demo._conclude([PLAIN, FIRST, costly])
+    assert is_good
+    assert "(1.50 times the speed)" in said[0]
+    assert "(1 MB more)" in said[1]
+
+
+def test_other_results_are_no_success() -> None:
+    is_good, said = demo._conclude([PLAIN, FIRST, replace(LATER, checksum="d")])
+    assert not is_good
+    assert said[0] == "The results differ. This is a bug: please report it."
+    assert "ANOTHER" in demo._table([PLAIN, replace(LATER, checksum="d")])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"shared_fraction": 0.89}, {"segments": ("0:8",)}, {"segments": ()}, {"with_shim": False}],
+)
+def test_processes_that_were_not_served_are_no_success(change: dict[str, Any]) -> None:
+    """Also those with a copy of their own that seems to be shared."""
+    is_good, said = demo._conclude([PLAIN, FIRST, LATER, replace(LATER, **change)])
+    assert not is_good
+    assert "of 2 later processes were not served by the cache; " in said[0]
+    assert len(said) == (1 if "segments" in change else 3), "of those that were, the rest is said"
+
+
+def test_what_a_process_shares_is_what_it_has_mapped_and_not_written(tmp_path: Path) -> None:
+    page, pages = mmap.PAGESIZE, 16
+    named = tmp_path / "library"
+    named.write_bytes(bytes(pages * page))
+    memory = os.memfd_create("model")
+    try:
+        os.truncate(memory, pages * page)
+        with named.open("rb") as file, contextlib.ExitStack() as stack:
+            for descriptor in (memory, file.fileno()):
+                each = mmap.mmap(descriptor, 0, mmap.MAP_PRIVATE)
+                stack.enter_context(each)[: 3 * page] = bytes(3 * page)
+            shared = demo._shared_by_segment(os.getpid())
+            inodes = {int(segment.rpartition(":")[2]): shared[segment] for segment in shared}
+        assert inodes[os.fstat(memory).st_ino] == (pages - 3) * page
+        assert not inodes.keys() & {0, named.stat().st_ino}
+    finally:
+        os.close(memory)
+
+
+def test_memory_of_its_own() -> None:
+    before, size_bytes = demo._totals(os.getpid()), 32 << 20
+    with mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE) as mapping:
+        mapping[:] = bytes(size_bytes)
+        after = demo._totals(os.getpid())
+    for name in ("Private_Dirty", "Pss"):
+        assert 0.9 < (after[name] - before[name]) / size_bytes < 1.1
