@@ -259,6 +259,7 @@ class TestRoom:
         assert answer.reason == "no_space"
         assert "15 B do not fit the cache of prepared models: 5 B too many" in answer.message
         assert "TRIMS_PREPARED_BYTES" in answer.message
+        assert "file system" not in answer.message
 
     def test_no_space_does_not_last(self) -> None:
         store = new_store(5)
@@ -277,6 +278,11 @@ class TestRoom:
         assert verdict == Verdict(True, (DropEntry(A, 10),))
         other = started(store, asking(flight="other"))
         assert not store.hashed(other, "d" * 64, 3, needed_bytes=1, short_bytes=11).is_wanted
+        store.unwanted(other)
+        answer = store.open(asking(flight="other", key="d" * 64), 4, may_start=True)
+        assert isinstance(answer, Failure)
+        assert "1 B too many; budget 1000 B" in answer.message
+        assert "; the file system lacks 11 B; " in answer.message
 
     def test_what_is_reserved_counts(self) -> None:
         store = new_store(30)
