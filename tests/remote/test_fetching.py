@@ -556,20 +556,27 @@ def test_nothing_is_seen_of_it_before_it_is_whole(web: WebServer, home: Path) ->
     assert not any(name.endswith(".partial") for name in names_in(home))
 
 
-@pytest.mark.parametrize("when", ["make_room", "download", "publish"])
+@pytest.mark.parametrize(
+    ("when", "number"),
+    [
+        *(("make_room", errno.ENOSPC), ("download", errno.ENOSPC), ("publish", errno.ENOSPC)),
+        *(("download", errno.EDQUOT), ("download", errno.EFBIG)),
+    ],
+)
 def test_a_full_disk_is_an_error_and_nothing_is_left(
-    when: str, web: WebServer, home: Path, monkeypatch: pytest.MonkeyPatch
+    when: str, number: int, web: WebServer, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor where a quota or a limit of the size of files ends it."""
     url = web.put("vit.pt", CONTENT)
-    full = OSError(errno.ENOSPC, "No space left on device")
+    full = OSError(number, os.strerror(number))
 
     def fail(*_: object, **__: object) -> None:
         raise full
 
     monkeypatch.setattr(fetching if when == "download" else copies.Copies, when, fail)
-    with pytest.raises(OSError, match="No space left") as raised:
+    with pytest.raises(OSError, match=os.strerror(number)) as raised:
         trims_shim.fetch(url)
-    assert raised.value.errno == errno.ENOSPC
+    assert raised.value.errno == number
     assert raised.value.filename == str(home)
     assert names_in(home) == []
 
