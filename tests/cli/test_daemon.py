@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -11,15 +12,21 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import process_name, process_state, wait_until
 
 from trims_shim import config
+from trims_shim.cli import daemon
+from trims_shim.cli import main as cli
 from trims_shim.cli.exits import Exit
 from trims_shim.daemon import main
 from trims_shim.errors import MemoryFailure
+from trims_shim.wire import handover, messages
+from trims_shim.wire.endpoint import Endpoint
 
 from .conftest import Trims
 
@@ -166,3 +173,115 @@ def test_a_kind_of_memory_that_does_not_work_is_named(monkeypatch: pytest.Monkey
     monkeypatch.setattr(main.host, "open_memory", refuse)
     with pytest.raises(MemoryFailure, match="TRIMS_MEMORY_KIND=memfd does not work here: why"):
         main._memory(config.load({}, memory_kind="memfd"))
+
+
+class Connected:
+    """A connection to a daemon that does not end by itself; what it was asked."""
+
+    def __init__(self, welcome: messages.Welcome) -> None:
+        self.welcome = welcome
+        self.asked: list[str] = []
+        self.is_open = True
+
+    def request(self, message: object) -> object:
+        self.asked.append(type(message).__name__)
+        return message
+
+    def drain(self) -> None:
+        self.asked.append("drain")
+
+    def is_alive(self) -> bool:
+        return self.is_open and self.asked != ["drain"]
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+@pytest.fixture
+def connected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Connected]:
+    """What ``trims stop`` is connected to."""
+    monkeypatch.setenv("TRIMS_SOCKET_DIR", str(tmp_path))
+
+    def connect(**fields: Any) -> Connected:
+        values = {"protocol": messages.PROTOCOL_VERSION, "pid": 7, "package": "1.0", "token": b"t"}
+        made = Connected(messages.Welcome(**values | {"instance": "i"} | fields))
+        monkeypatch.setattr(daemon, "Connection", lambda *_, **__: made)
+        return made
+
+    return connect
+
+
+def test_stop_of_a_daemon_that_is_still_at_work(
+    connected: Callable[..., Connected], capsys: pytest.CaptureFixture[str]
+) -> None:
+    connection = connected()
+    assert cli.main(["stop", "--timeout", "0.05"]) == Exit.FAILED
+    said = capsys.readouterr().err
+    assert "daemon 7 has not finished within 0.05 s" in said
+    assert "`kill -9 7`" in said
+    assert connection.asked == ["GetStatusRequest", "StopDaemonRequest"]
+    assert not connection.is_open
+
+
+@pytest.mark.parametrize("fields", [{"protocol": messages.PROTOCOL_VERSION + 1}, {"token": b""}])
+def test_stop_of_a_daemon_that_takes_no_requests(
+    fields: dict[str, Any],
+    connected: Callable[..., Connected],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As one of another version: it can be told to make room."""
+    connection = connected(**fields)
+    assert cli.main(["stop"]) == Exit.OK
+    assert capsys.readouterr().out == "daemon 7 (trims_shim 1.0) has stopped\n"
+    assert connection.asked == ["drain"]
+    assert not connection.is_open
+
+
+@pytest.mark.parametrize(
+    ("user", "advice"), [(0, "`trims stop` stops it"), (11, "stops it"), (12, "is another user's")]
+)
+def test_who_may_stop_what_serves_already(
+    user: int,
+    advice: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TRIMS_SOCKET_DIR", str(tmp_path))
+    monkeypatch.setattr(daemon, "_pid", lambda endpoint: 7)
+    monkeypatch.setattr(Endpoint, "owner", lambda self: 11)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    assert cli.main(["daemon"]) == Exit.FAILED
+    said = capsys.readouterr().err
+    assert said.startswith(f"trims daemon: 7 serves {tmp_path} already; ")
+    assert said.endswith(f"{advice}\n")
+
+
+def test_a_daemon_without_room_for_a_connection_is_not_waited_for(tmp_path: Path) -> None:
+    endpoint = Endpoint(str(tmp_path))
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(handover.new_socket())
+        listener.bind(endpoint.handover)
+        listener.listen(0)
+        assert daemon._pid(endpoint) == os.getpid()
+        error = 0
+        while not error:
+            waiting = stack.enter_context(handover.new_socket())
+            waiting.setblocking(False)
+            error = waiting.connect_ex(endpoint.handover)
+        assert error == errno.EAGAIN
+        assert daemon._pid(endpoint) is None
+
+
+def test_whether_a_daemon_has_gone() -> None:
+    with (
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process,
+        daemon._watch(process.pid) as has_gone,
+    ):
+        assert not has_gone()
+        process.kill()
+        process.wait()
+        assert has_gone()
+    for pid in (process.pid, 0, None):  # ended before, in another namespace, none
+        with daemon._watch(pid) as has_gone:
+            assert has_gone()
