@@ -633,10 +633,11 @@ def test_a_copy_that_has_the_digest_is_not_downloaded_again(web: WebServer) -> N
     url = web.put("vit.pt", CONTENT)
     unchecked = trims_shim.fetch(url)
     web.asked.clear()
-    path = trims_shim.fetch(url, digest=digest_of(CONTENT))
-    assert read(path) == CONTENT
-    assert path != unchecked, "the one that needs no server from now on"
-    assert web.asked["body"] == 0
+    found = fetching.fetch(url, digest=digest_of(CONTENT))
+    assert read(found.path) == CONTENT
+    assert found.path != unchecked, "the one that needs no server from now on"
+    assert found.outcome is fetching.Outcome.THERE
+    assert web.asked == {"look": 1}
 
 
 def test_a_copy_that_was_damaged_is_not_taken_for_the_digest(web: WebServer) -> None:

@@ -110,6 +110,7 @@ def test_urls_and_paths() -> None:
     assert not is_url("s3://")
     assert key_of("s3://a/b") != key_of("s3://a/c")
     assert key_of("abfs://container@account.example/x"), "that is no user"
+    assert key_of("s3://a/\udcff") != key_of("s3://a/\udcfe"), "bytes that are no UTF-8"
     with pytest.raises(ConfigError, match="is no URL"):
         key_of("models/x.pt")
 
