@@ -294,6 +294,11 @@ def test_verify_of_more_images_than_a_status_has(
 
 def test_evict_all_leaves_the_pinned(warmed: Trims, models: Path) -> None:
     (pinned,) = json.loads(warmed("warm", "--pin", "--json", str(models / "b.pt")).stdout)
+    warmed("warm", str(models / "d.pt2"))
+    said = warmed("evict", str(models / "d.pt2")).stdout
+    assert said.startswith("evicted 1 image, ")
+    assert "in use" not in said, "of others nothing is said"
+    assert "prepared" not in said
     assert warmed("evict", "--all").stdout.endswith("(1 image pinned or in use)\n")
     left = json.loads(warmed("ls", "--json").stdout)
     assert [image["digest"] for image in left] == [pinned["digest"]]
