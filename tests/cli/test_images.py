@@ -20,6 +20,7 @@ from trims_shim.cli.main import main
 from trims_shim.cli.status import ask
 from trims_shim.client.cache import Cache
 from trims_shim.daemon import file_systems
+from trims_shim.errors import UnknownImage
 from trims_shim.testing import FakeDaemon
 from trims_shim.wire import admin
 from trims_shim.wire.admin import TierCheck, VerifyImageReply
@@ -290,6 +291,27 @@ def test_verify_of_more_images_than_a_status_has(
         assert len(json.loads(out)) == 2
         assert err == "trims ls: these 2 were used last; there may be more\n"
         assert image_count(ask()) == "2 images or more"
+
+
+def test_verify_of_an_image_that_goes_meanwhile(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is an error only where that one was asked for."""
+    request = Cache.request
+
+    def gone(self: Cache, message: object) -> object:
+        if isinstance(message, admin.VerifyImageRequest):
+            raise UnknownImage("it is gone")
+        return request(self, message)
+
+    with FakeDaemon():
+        assert main(["warm", str(models / "b.pt")]) == Exit.OK
+        monkeypatch.setattr(Cache, "request", gone)
+        capsys.readouterr()
+        assert main(["verify", "--all"]) == Exit.OK
+        assert capsys.readouterr() == ("", "")
+        assert main(["verify", str(models / "b.pt")]) == Exit.FAILED
+        assert "it is gone" in capsys.readouterr().err
 
 
 def test_evict_all_leaves_the_pinned(warmed: Trims, models: Path) -> None:
