@@ -217,6 +217,17 @@ def test_meaning_of_an_entry(bits: tuple[int, ...], pristine: bool) -> None:
     assert pages._is_file_page(sum(1 << bit for bit in bits)) is pristine
 
 
+def test_no_descriptor_is_left_open_by_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> bool:
+        raise MemoryError
+
+    monkeypatch.setattr(PageScanner, "is_pristine", fail)
+    before = open_descriptors()
+    with pytest.raises(MemoryError):
+        PageScanner()
+    assert open_descriptors() <= before
+
+
 def test_no_descriptor_is_left_open(arena: Arena) -> None:
     before = open_descriptors()
     for _ in range(3):

@@ -59,6 +59,7 @@ class PageScanner:
     __slots__ = ("_argument", "_descriptor", "_has_ioctl", "_pid", "_region")
 
     def __init__(self) -> None:
+        self._descriptor = -1
         self._pid = os.getpid()
         self._region = _PageRegion()
         self._argument = bytearray(_SCAN_ARGUMENT.size)
@@ -66,10 +67,14 @@ class PageScanner:
         try:
             self._descriptor = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:  # no /proc, hidden, or a sandbox: every answer is "no"
-            self._descriptor = -1
+            return
         # A sandbox's pagemap may show nothing at all. This object was written, so it must say "no".
         if self.is_pristine(ctypes.addressof(self._region), 1):
             self.close()
+
+    def __del__(self) -> None:
+        """Close the descriptor where an error or a signal handler has come before."""
+        self.close()
 
     def __enter__(self) -> PageScanner:
         return self
