@@ -1490,6 +1490,19 @@ def test_an_exception_of_a_hook_passes_and_leaves_no_mode_behind() -> None:
     assert open_descriptors() <= descriptors
 
 
+def test_a_failure_after_the_load_is_not_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(torch_elision, "retire", fail)
+    expected = Net().state_dict()
+    net = Net()
+    net.load_state_dict(cached(expected))
+    assert_equal(net, expected)
+    assert elided() > 0
+    assert forget_errors() == ["elision_error:MemoryError"]
+
+
 @pytest.mark.parametrize("where", ["map", "swap", "after", "scan"])
 def test_a_failure_of_ours_becomes_a_copy(
     where: str, monkeypatch: pytest.MonkeyPatch, prepare: Callable[..., None]
