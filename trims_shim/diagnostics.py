@@ -174,7 +174,7 @@ def fallback(reason: str, error: BaseException | None = None, *, what: str = "")
         "%s: the framework's own loader is used (%s): %s. Run `trims info` for details.",
         what or "load",
         reason,
-        str(error).removeprefix(f"{what}: "),
+        str(error).removeprefix(f"{what}: ") or type(error).__name__,
     )
 
 

@@ -7,18 +7,50 @@ by itself. Imports none of the patched libraries.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trims_shim import diagnostics
 from trims_shim.client.cache import cache
-from trims_shim.errors import TrimsError
+from trims_shim.errors import ConfigError, TrimsError
 
 if TYPE_CHECKING:
     from trims_shim.client.arenas import Arena, Image
 
-__all__ = ["absolute", "aligned_image", "arena_of_file", "opened"]
+__all__ = ["absolute", "aligned_image", "arena_of_file", "is_strict", "opened", "or_none"]
+
+_Step = TypeVar("_Step", bound=Callable[..., Any])
+
+
+def or_none(step: _Step) -> _Step:
+    """Let a function that returns None where the framework has to load do so after any error.
+
+    With TRIMS_STRICT, unexpected errors pass.
+    """
+
+    @functools.wraps(step)
+    def attempt(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(*args, **kwargs)
+        # Border: the shim never makes a load fail; after any error the original loader runs.
+        except Exception as error:
+            reason = diagnostics.reason_of(error)
+            if reason not in diagnostics.EXPECTED_REASONS and is_strict():
+                raise
+            diagnostics.fallback(reason, error)
+            return None
+
+    return attempt  # type: ignore[return-value]
+
+
+def is_strict() -> bool:
+    """Whether unexpected errors are raised."""
+    try:
+        return bool(cache().config.strict)
+    except ConfigError:
+        return False
 
 
 @contextlib.contextmanager

@@ -35,11 +35,12 @@ import onnxruntime.capi.onnxruntime_pybind11_state as binding
 from trims_shim import diagnostics, patches
 from trims_shim.client.cache import cache
 from trims_shim.client.prepared import PreparedModel
-from trims_shim.errors import ConfigError, NotServed, PatchError, TrimsError
+from trims_shim.errors import NotServed, PatchError, TrimsError
 from trims_shim.late_imports import ensure_imported
 from trims_shim.memory import heap
 from trims_shim.patches import onnxruntime_models as models
 from trims_shim.patches import onnxruntime_records as records
+from trims_shim.patches.asking import is_strict
 from trims_shim.patches.onnxruntime_recipe import (
     NO_PREPACKING,
     Settings,
@@ -287,23 +288,16 @@ class _Border:
         if error is None or not isinstance(error, Exception):
             return False
         if isinstance(error, TrimsError):
-            if error.reason not in diagnostics.EXPECTED_REASONS and _is_strict():
+            if error.reason not in diagnostics.EXPECTED_REASONS and is_strict():
                 return False
             diagnostics.fallback(error.reason, error, what=self._what)
             return True
         # Border: the shim never makes a session fail; whatever it was, the original makes it.
-        if _is_strict():
+        if is_strict():
             text = f"{self._what}: {type(error).__name__}: {error}"
             raise PatchError(text) from error
         diagnostics.fallback(self._reason, error, what=self._what)
         return True
-
-
-def _is_strict() -> bool:
-    try:
-        return bool(cache().config.strict)
-    except ConfigError:
-        return False
 
 
 # --- the patch point ------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 from trims_shim import diagnostics, patches
 from trims_shim.errors import FormatError
 from trims_shim.formats import read_header
-from trims_shim.patches.asking import arena_of_file, opened
+from trims_shim.patches.asking import arena_of_file, opened, or_none
 from trims_shim.patches.points import PatchPoint, is_own
 from trims_shim.specs import Record
 
@@ -56,6 +56,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_file
 
 
+@or_none
 def _serve(filename: Any) -> dict[str, Any] | None:
     path = _path_of(filename)
     if path is None:

@@ -17,7 +17,7 @@ from trims_shim import diagnostics, patches
 from trims_shim.errors import FormatError, UnsupportedFormat
 from trims_shim.formats import TorchArchive, read_archive
 from trims_shim.formats.torch_zip import RECORD_ALIGNMENT_BYTES
-from trims_shim.patches.asking import arena_of_file
+from trims_shim.patches.asking import arena_of_file, or_none
 from trims_shim.patches.torch_modes import uncompiled
 from trims_shim.patches.torch_rebuild import collector_paused
 from trims_shim.patches.torch_storage import bytes_over, storage_of
@@ -68,10 +68,9 @@ class ArchiveReader(_FileReader):  # type: ignore[misc]
     """Its name in the counters of what was served."""
 
     def __init__(self, file: Any) -> None:
-        plain = _without_fsspec(file)
-        position = _position_of(plain)
+        whole = _whole(file)
         super().__init__(file)
-        self.file = plain if position == 0 else None
+        self.file = whole
         """The program's file, if the archive is all of it; else None."""
         self._is_asked = False
         self._served: ServedArchive | None = None
@@ -85,20 +84,27 @@ class ArchiveReader(_FileReader):  # type: ignore[misc]
 
     @uncompiled
     def get_storage_from_record(self, name: str, numel: int, dtype: Any) -> Any:
-        if type(numel) is int and numel > 0:  # torch refuses others, as a damaged pickle has them
-            served = self.served()
-            size_bytes = numel * (1 if dtype is torch.UntypedStorage else dtype.itemsize)
-            span = None if served is None else served.record(name, size_bytes)
-            if served is not None and span is not None:
-                self.leave_file_at(span.end_bytes)
-                return bytes_over(served.storage[span.offset_bytes : span.end_bytes])
-        return super().get_storage_from_record(name, numel, dtype)
+        found = self._find(name, numel, dtype)
+        return super().get_storage_from_record(name, numel, dtype) if found is None else found
+
+    @or_none
+    def _find(self, name: str, numel: int, dtype: Any) -> torch.Tensor | None:
+        if type(numel) is not int or numel <= 0:  # torch refuses them; a damaged pickle has them
+            return None
+        served = self.served()
+        size_bytes = numel * (1 if dtype is torch.UntypedStorage else dtype.itemsize)
+        span = None if served is None else served.record(name, size_bytes)
+        if served is None or span is None:
+            return None
+        self.leave_file_at(span.end_bytes)
+        return bytes_over(served.storage[span.offset_bytes : span.end_bytes])
 
     def leave_file_at(self, position: int) -> None:
         """Put the program's file where torch's reader would have left it."""
         if self.file is not None:
             self.file.seek(position)
 
+    @or_none
     def _ask(self) -> ServedArchive | None:
         file = self.file
         if file is None:
@@ -121,6 +127,13 @@ def serve(storage: torch.UntypedStorage, view: memoryview, name: str) -> ServedA
     except FormatError as error:
         diagnostics.fallback("unsupported_format", error, what=name)
         return None
+
+
+@or_none
+def _whole(file: Any) -> Any:
+    """Return the program's plain file, if the archive is all of it; else None."""
+    plain = _without_fsspec(file)
+    return plain if _position_of(plain) == 0 else None
 
 
 def _without_fsspec(file: Any) -> Any:

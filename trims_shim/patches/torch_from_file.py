@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from trims_shim import diagnostics, patches
-from trims_shim.patches.asking import arena_of_file, opened
+from trims_shim.patches.asking import arena_of_file, opened, or_none
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_modes import uncompiled
 from trims_shim.patches.torch_storage import storage_of
@@ -83,7 +83,7 @@ def _wrap(original: Any) -> Any:
             return storage
         mapping = bound(*args, **kwargs)
         if file is not None and not file.is_archive:
-            mapping.__getitem__ = _first_slice(mapping, file)
+            _serve_later(mapping, file)
         return mapping
 
     bound = original.__get__(None, torch.UntypedStorage)
@@ -98,6 +98,7 @@ class _File(NamedTuple):
     is_archive: bool
 
 
+@or_none
 def _file(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _File | None:
     """Return the file of which a call maps all; None (counted) where torch has to map it."""
     is_call = len(args) <= len(_NAMES) and kwargs.keys() <= set(_NAMES[len(args) :])
@@ -142,6 +143,7 @@ def _from_anywhere(filename: str) -> str:
         return filename
 
 
+@or_none
 def served(file: _File) -> Any:
     """Return a storage over the whole cached file; None (counted) where torch has to map it."""
     with opened(file.path) as descriptor:
@@ -153,6 +155,11 @@ def served(file: _File) -> Any:
         return None
     diagnostics.count("served", "from_file")
     return storage_of(arena)
+
+
+@or_none
+def _serve_later(mapping: Any, file: _File) -> None:
+    mapping.__getitem__ = _first_slice(mapping, file)
 
 
 def _first_slice(mapping: Any, file: _File) -> Callable[[Any], Any]:

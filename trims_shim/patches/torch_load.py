@@ -33,6 +33,7 @@ from trims_shim.client import arenas
 from trims_shim.errors import FormatError
 from trims_shim.formats import read_recipe
 from trims_shim.patches import torch_device, torch_device_load, torch_from_file, torch_rebuild
+from trims_shim.patches.asking import or_none
 from trims_shim.patches.points import PatchPoint, is_own
 from trims_shim.patches.torch_archive import ArchiveReader, ServedArchive, missing_method, serve
 from trims_shim.patches.torch_from_file import loads
@@ -71,13 +72,13 @@ class _Reader(ArchiveReader):
         self._is_deferred = getattr(serialization._load, "_asks_again", False)
         return self._is_deferred
 
-    def mapped(self, mapping: Any) -> Any:
-        """Return the cache's mapping in place of the deferred one, where it has one."""
+    @or_none
+    def mapped(self, mapping: Any) -> Any | None:
+        """Return the cache's mapping in place of the deferred one; None where that one stays."""
         if not self._is_deferred or self.file is None or mapping is None:
-            return mapping
+            return None
         file = torch_from_file.file_at(self.file.name, mapping.nbytes())
-        served = None if file is None else torch_from_file.served(file)
-        return mapping if served is None else served
+        return None if file is None else torch_from_file.served(file)
 
     def end_load(self) -> None:
         """Do what torch does after a load; an earlier one that failed left its argument there."""
@@ -152,12 +153,12 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
             is_plain = (
                 is_torchs_own
                 and patches.active()
-                and _is_plain_call(pickle_module, pickle_file, pickle_load_args)
-                and _is_plain_torch()
+                and _is_plain(pickle_module, pickle_file, pickle_load_args)
             )
             built = _build_on_device(zip_file, map_location) if is_plain else None
             if built is None:
-                overall_storage = zip_file.mapped(overall_storage)
+                served = zip_file.mapped(overall_storage)
+                overall_storage = overall_storage if served is None else served
                 if is_plain:
                     built = _build_on_host(zip_file, map_location, overall_storage)
             if built is not None:
@@ -174,6 +175,11 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
     loading: Any = _load
     loading._asks_again = True
     return _load
+
+
+@or_none
+def _is_plain(pickle_module: Any, pickle_file: str, arguments: dict[str, Any]) -> bool | None:
+    return _is_plain_call(pickle_module, pickle_file, arguments) and _is_plain_torch()
 
 
 def _is_plain_call(pickle_module: Any, pickle_file: str, arguments: dict[str, Any]) -> bool:
@@ -242,6 +248,7 @@ _IS_TORCHS = all(map(is_own, _STOCK_REBUILDERS, _HOMES)) and all(
 """Whether none had been replaced or registered by others when this module was imported."""
 
 
+@or_none
 def _build_on_device(reader: _Reader, map_location: Any) -> Built | None:
     """Return the result on its device; None where the host tier or torch has to build it."""
     if reader.file is None or not torch_device_load.may_apply(map_location) or has_foreign_mode():
@@ -252,6 +259,7 @@ def _build_on_device(reader: _Reader, map_location: Any) -> Built | None:
     return built
 
 
+@or_none
 def _build_on_host(reader: _Reader, map_location: Any, overall_storage: Any) -> Built | None:
     """Return the result over the cached archive; None where torch has to unpickle it."""
     if not (map_location is None or _is_cpu(map_location)) or has_mode():

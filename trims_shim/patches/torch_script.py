@@ -21,7 +21,7 @@ import torch
 from trims_shim import diagnostics, patches
 from trims_shim.client.cache import cache
 from trims_shim.errors import FormatError, UnsupportedFormat
-from trims_shim.patches.asking import arena_of_file, opened
+from trims_shim.patches.asking import arena_of_file, opened, or_none
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_modes import has_foreign_mode, uncompiled, unseen
 from trims_shim.patches.torch_rebuild import Blanks
@@ -53,6 +53,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     return import_ir_module
 
 
+@or_none
 def _served(path: str, map_location: Any, extra_files: Any, restores_shapes: bool) -> Any | None:
     """Return the module over the cached archive; None (counted) where torch has to load it."""
     if restores_shapes or map_location not in (None, _CPU):
