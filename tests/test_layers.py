@@ -85,6 +85,7 @@ LAYERS = (
     ("daemon.preparer.model_files", "daemon.preparer.verifying", "daemon.preparer.cuda"),
     ("daemon.preparer.main", "daemon.prepared.preparing"),
     ("client.cache", "daemon.openings"),
+    ("client.listing",),
     ("daemon.prepared.jobs",),
     ("daemon.events", "daemon.prepared.serving", "daemon.requests", "daemon.server"),
     ("daemon.main", "daemon.detached"),

@@ -116,6 +116,8 @@ def daemon(monkeypatch: pytest.MonkeyPatch) -> Callable[[GetStatusReply], None]:
     def answer(reply: GetStatusReply) -> None:
         for module in (status, top, images):
             monkeypatch.setattr(module, "ask", lambda: reply)
+        for listing in (status, images):
+            monkeypatch.setattr(listing, "every_image", lambda _: list(reply.images))
 
     answer(WITH_DEVICES)
     return answer

@@ -223,7 +223,7 @@ def test_the_largest_status_fits_a_message(setting: Setting) -> None:
 def test_parts_of_a_status_fit_together() -> None:
     """The arithmetic of what ``trims status`` may have to carry."""
     names = requests._STATUS_NAMES_LIMIT_BYTES + requests._PREPARED_NAMES_LIMIT_BYTES
-    rows = 300 * admin.IMAGES_IN_STATUS + 200 * requests._CLIENTS_IN_STATUS
+    rows = 300 * admin.IMAGES_IN_REPLY + 200 * requests._CLIENTS_IN_STATUS
     rows += 400 * requests._PREPARED_IN_STATUS
     counters = requests._COUNTERS_LIMIT * 120
     assert names + rows + counters + (32 << 10) < messages.CONTROL_MESSAGE_LIMIT_BYTES

@@ -186,7 +186,7 @@ def test_how_long_ago_is_right_when_the_clock_was_set(
 
 
 def test_a_status_fits_a_reply(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admin, "IMAGES_IN_STATUS", 2)
+    monkeypatch.setattr(admin, "IMAGES_IN_REPLY", 2)
     monkeypatch.setattr(requests, "_CLIENTS_IN_STATUS", 2)
     monkeypatch.setattr(requests, "_PREPARED_IN_STATUS", 2)
     monkeypatch.setattr(requests, "_STATUS_NAMES_LIMIT_BYTES", 2 * (8 + 9) - 1)
@@ -206,6 +206,30 @@ def test_a_status_fits_a_reply(server: Server, monkeypatch: pytest.MonkeyPatch) 
     assert len(status.clients) == 2
     # What is not UTF-8 is sent as an escape, which is longer.
     assert [(each.key, each.names) for each in status.prepared] == [("a", ()), ("b", ())]
+
+
+def test_a_list_goes_on_behind_what_it_had(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "IMAGES_IN_REPLY", 2)
+    digests = sorted(
+        server.load(bytes([number]), user=OWN, name=f"/name-{number}") for number in range(5)
+    )
+    stranger = server.client(ALICE)
+
+    def page(digest: str, tier: str, session: Session) -> list[admin.ImageStatus]:
+        reply = server.ask(session, admin.ListImagesRequest(digest, tier))
+        assert isinstance(reply, admin.ListImagesReply)
+        assert not any(each.names for each in reply.images if session is stranger)
+        return list(reply.images)
+
+    for session in (own(server), stranger):
+        first = page("", "", session)
+        second = page(first[-1].digest, first[-1].tier, session)
+        third = page(second[-1].digest, second[-1].tier, session)
+        assert [each.digest for each in (*first, *second, *third)] == digests
+        assert page(digests[-1], "host", session) == []
+    # Of two tiers, the second follows with the same digest.
+    assert page(digests[0], "", stranger)[0].digest == digests[0]
+    assert page(digests[0], "host", stranger)[0].digest == digests[1]
 
 
 def test_what_clients_say_takes_no_more_of_a_status_than_is_reckoned(server: Server) -> None:

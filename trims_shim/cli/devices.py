@@ -17,7 +17,6 @@ __all__ = [
     "device_named",
     "image_count",
     "image_total",
-    "may_be_more",
     "short",
     "tier_named",
 ]
@@ -119,15 +118,10 @@ def account(memory: DeviceStatus | MemoryStatus) -> str:
     return f"{bar(parts, memory.budget_bytes)} {text}"
 
 
-def may_be_more(reply: GetStatusReply) -> bool:
-    """Whether there may be images that the reply has no room for."""
-    return len(reply.images) >= admin.IMAGES_IN_STATUS
-
-
 def image_total(reply: GetStatusReply) -> str:
-    """``3 images``."""
+    """``3 images``; ``or more`` if the reply has no room for any others."""
     count = counted(len({image.digest for image in reply.images}), "image")
-    return f"{count} or more" if may_be_more(reply) else count
+    return f"{count} or more" if len(reply.images) >= admin.IMAGES_IN_REPLY else count
 
 
 def image_count(reply: GetStatusReply) -> str:

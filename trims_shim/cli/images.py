@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trims_shim import api, config
-from trims_shim.cli.devices import device_named, may_be_more, tier_named
+from trims_shim.cli.devices import device_named, tier_named
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.fetch import evict_copies, fetch_all
 from trims_shim.cli.progress import Progress
@@ -22,6 +22,7 @@ from trims_shim.cli.saying import say
 from trims_shim.cli.status import ask
 from trims_shim.cli.text import behind_name, counted, print_json, printable, size
 from trims_shim.client.cache import cache
+from trims_shim.client.listing import every_image
 from trims_shim.errors import (
     AccessDenied,
     ConfigError,
@@ -266,7 +267,7 @@ def evict(arguments: argparse.Namespace) -> Exit:
         if prepared.keys or not images.digests:
             models = counted(len(prepared.keys), "prepared model")
             text += f", and {models}, {size(prepared.freed_bytes)}"
-        if arguments.all and (left := _at(tier, ask())):
+        if arguments.all and (left := _at(tier)):
             text += f" ({counted(len(left), 'image')} pinned or in use)"
         print(text)
     return Exit.OK
@@ -293,17 +294,16 @@ def _evict(name: str, tier: str) -> tuple[admin.EvictImageReply, admin.EvictPrep
     return images, prepared
 
 
-def _at(tier: str, status: admin.GetStatusReply) -> list[str]:
+def _at(tier: str) -> list[str]:
     """The digests of the images at a tier, or at all of them."""
-    found = (image for image in status.images if tier in ("", image.tier))
+    found = (image for image in every_image(cache()) if tier in ("", image.tier))
     return list(dict.fromkeys(image.digest for image in found))
 
 
 def verify(arguments: argparse.Namespace) -> Exit:
     """Hash images again, wherever they are; a different digest means damaged memory."""
     tier = _tier_of(arguments)
-    status = ask() if arguments.all else None
-    images = [_name_of(arguments.image)] if status is None else _at(tier, status)
+    images = _at(tier) if arguments.all else [_name_of(arguments.image)]
     checked = []
     for image in images:
         try:
@@ -319,10 +319,7 @@ def verify(arguments: argparse.Namespace) -> Exit:
             for check in reply.tiers:
                 where = f" on {check.tier}" if len(reply.tiers) > 1 else ""
                 print(f"{reply.digest[:12]} {_verdict(reply.digest, check, where)}")
-    is_cut = status is not None and may_be_more(status)
-    if is_cut:
-        say(f"trims verify: only the {len(images)} used last were checked")
-    return Exit.FAILED if damaged or is_cut else Exit.OK
+    return Exit.FAILED if damaged else Exit.OK
 
 
 def _verdict(digest: str, check: admin.TierCheck, where: str) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import textwrap
+import time
+from collections.abc import Sequence
 from typing import Any
 
-from trims_shim.cli.devices import account, device_lines, image_count, may_be_more, short
+from trims_shim.cli.devices import account, device_lines, image_count, short
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.prepared import RIGHT, counts, prepared_lines, prepared_table
-from trims_shim.cli.saying import say
 from trims_shim.cli.text import (
     ago,
     counted,
@@ -22,6 +23,7 @@ from trims_shim.cli.text import (
     terminal_width,
 )
 from trims_shim.client.cache import cache
+from trims_shim.client.listing import every_image
 from trims_shim.errors import DaemonUnavailable
 from trims_shim.wire import codec
 from trims_shim.wire.admin import (
@@ -79,13 +81,11 @@ def status(arguments: argparse.Namespace) -> Exit:
 
 def list_images(arguments: argparse.Namespace) -> Exit:
     """The table of images, if only its titles, or JSON."""
-    reply = ask()
+    images = every_image(cache())
     if arguments.json:
-        print_json([codec.plain(image) for image in reply.images])
+        print_json([codec.plain(image) for image in images])
     else:
-        print(_images(reply.images, reply.now_ns))
-    if may_be_more(reply):
-        say(f"trims ls: these {len(reply.images)} were used last; there may be more")
+        print(_images(images, time.time_ns()))
     return Exit.OK
 
 
@@ -208,7 +208,7 @@ def _show(reply: GetStatusReply) -> None:
         print(_clients(clients, reply.now_ns))
 
 
-def _images(images: tuple[ImageStatus, ...], now_ns: int) -> str:
+def _images(images: Sequence[ImageStatus], now_ns: int) -> str:
     rows = [row_of(image, now_ns) for image in images]
     return table(TITLES, rows, right=RIGHT, width=terminal_width())
 

@@ -17,7 +17,6 @@ from trims_shim.batching import Batcher
 from trims_shim.config import platform_problem
 from trims_shim.errors import TrimsError
 from trims_shim.planner import Option
-from trims_shim.wire.admin import GetStatusRequest
 
 if TYPE_CHECKING:
     from trims_shim.client.cache import Cache
@@ -115,7 +114,13 @@ def _opened() -> frozenset[str]:
 
 
 def _resident() -> frozenset[str]:
-    return _told(lambda cache: (each.digest for each in cache.request(GetStatusRequest()).images))
+    return _told(_digests)
+
+
+def _digests(cache: Cache) -> Iterable[str]:
+    from trims_shim.client.listing import every_image
+
+    return (each.digest for each in every_image(cache))
 
 
 def _told(question: Callable[[Cache], Iterable[str]]) -> frozenset[str]:

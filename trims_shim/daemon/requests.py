@@ -124,14 +124,35 @@ def _status(
 
 
 def _images_status(daemon: Daemon, session: Session) -> list[admin.ImageStatus]:
-    """As many images as fit a reply, most recently used first; names are left out before images."""
-    found = []
-    left = _STATUS_NAMES_LIMIT_BYTES
-    limit = admin.IMAGES_IN_STATUS
+    """As many images as fit a reply, most recently used first."""
+    limit = admin.IMAGES_IN_REPLY
     rows = [(tier.name, row) for tier in daemon.tiers for row in tier.store.images(limit)]
     rows.sort(key=lambda each: -each[1].used_ns)
+    return _image_statuses(session, rows[:limit])
+
+
+def _list(
+    daemon: Daemon, request: Request, message: admin.ListImagesRequest
+) -> admin.ListImagesReply:
+    limit = admin.IMAGES_IN_REPLY
+    rows = [
+        (tier.name, row)
+        for tier in daemon.tiers
+        for row in tier.store.images_from(message.digest, limit + 1)
+        if (row.digest, tier.name) > message
+    ]
+    rows.sort(key=lambda each: (each[1].digest, each[0]))
+    return admin.ListImagesReply(tuple(_image_statuses(request.session, rows[:limit])))
+
+
+def _image_statuses(
+    session: Session, rows: Iterable[tuple[str, ImageRow]]
+) -> list[admin.ImageStatus]:
+    """Images with their tiers, as they are shown; names are left out before images."""
+    found = []
+    left = _STATUS_NAMES_LIMIT_BYTES
     may_see_all, user = session.is_privileged, session.peer.uid
-    for tier, row in rows[:limit]:
+    for tier, row in rows:
         names = [path for owner, path in row.names if may_see_all or owner == user]
         fitting, left = _fitting(names, left)
         found.append(_image_status(row, fitting, tier))
@@ -281,6 +302,7 @@ _HANDLERS: dict[type, Callable[[Daemon, Request, Any], Any]] = {
     messages.OpenPreparedRequest: lambda daemon, *asked: daemon.prepared.open(*asked),
     admin.EvictPreparedRequest: lambda daemon, *asked: daemon.prepared.evict(*asked),
     admin.GetStatusRequest: _status,
+    admin.ListImagesRequest: _list,
     admin.PinImageRequest: _pin,
     admin.EvictImageRequest: _evict,
     admin.VerifyImageRequest: _verify,

@@ -61,6 +61,8 @@ _PACKETS_OF_A_GREETING = 2
 _PACKETS_BEFORE_AN_OFFER = 4096
 """More than the kernel queues on one socket (net.core.wmem_default, 212992 bytes)."""
 _WARNING_INTERVAL_S = 60.0
+_WATCHING = (admin.GetStatusRequest, admin.ListImagesRequest)
+"""Answers to these are long."""
 
 
 class Server(Daemon):
@@ -109,7 +111,7 @@ class Server(Daemon):
         self.on_stop: Callable[[], None] = lambda: None
         self.is_reachable: Callable[[], bool] = lambda: True
         self.is_stopping = False
-        self._watchers: dict[int, Request] = {}
+        self._watchers: dict[int, tuple[Request, Any]] = {}
         """Requests for the status, by session. It takes long, and must not delay others."""
         self._jobs: Counter[int] = Counter()
         """Images being verified, by user."""
@@ -158,8 +160,8 @@ class Server(Daemon):
         for frames in self._control.receive():
             self._on_frames(frames)
         if self._watchers:
-            request = self._watchers.pop(next(iter(self._watchers)))
-            self.serve(request, lambda: handle(self, request, admin.GetStatusRequest()))
+            request, message = self._watchers.pop(next(iter(self._watchers)))
+            self.serve(request, lambda: handle(self, request, message))
         now = time.monotonic()
         if now >= self._next_progress:
             self._next_progress = now + _PROGRESS_INTERVAL_S
@@ -351,18 +353,18 @@ class Server(Daemon):
 
     def _on_request(self, request: Request, message: Any) -> None:
         self._count(request.session)
-        if isinstance(message, admin.GetStatusRequest):
-            self.serve(request, lambda: self._watch(request))
+        if isinstance(message, _WATCHING):
+            self.serve(request, lambda: self._watch(request, message))
             return
         self._last_active = time.monotonic()  # Being watched is not being used.
         self.serve(request, lambda: handle(self, request, message))
 
-    def _watch(self, request: Request) -> None:
+    def _watch(self, request: Request, message: Any) -> None:
         """Answer at the end of a turn, one session a turn. Raises TooManyRequests."""
         session = request.session.number
         if session in self._watchers:
             raise TooManyRequests("more than one open request for the status")
-        self._watchers[session] = request
+        self._watchers[session] = request, message
 
     def _count(self, session: Session) -> None:
         self.counters["requests"] += 1

@@ -28,6 +28,7 @@ Rules
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
@@ -382,22 +383,26 @@ class Store:
 
     def images(self, limit: int | None = None) -> list[ImageRow]:
         """Resident images, most recently used first; at most ``limit``."""
-        rows = itertools.islice(reversed(self._images.values()), limit)
-        return [
-            ImageRow(
-                image.digest,
-                image.size_bytes,
-                image.resident_bytes,
-                self._leases.of(image.digest),
-                image.digest in self._pinned,
-                image.loaded_ns,
-                image.used_ns,
-                image.hits,
-                image.load_ns,
-                tuple(image.names),
-            )
-            for image in rows
-        ]
+        return [*map(self._row, itertools.islice(reversed(self._images.values()), limit))]
+
+    def images_from(self, digest: str, limit: int) -> list[ImageRow]:
+        """Resident images by digest, from this one on; at most ``limit``."""
+        digests = heapq.nsmallest(limit, (each for each in self._images if each >= digest))
+        return [self._row(self._images[each]) for each in digests]
+
+    def _row(self, image: _Image) -> ImageRow:
+        return ImageRow(
+            image.digest,
+            image.size_bytes,
+            image.resident_bytes,
+            self._leases.of(image.digest),
+            image.digest in self._pinned,
+            image.loaded_ns,
+            image.used_ns,
+            image.hits,
+            image.load_ns,
+            tuple(image.names),
+        )
 
     def lease_count(self, session: int | None = None) -> int:
         """Leases of one session, or of all."""

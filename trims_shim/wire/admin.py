@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
-    "IMAGES_IN_STATUS",
+    "IMAGES_IN_REPLY",
     "ClientStatus",
     "DeviceStatus",
     "EvictImageReply",
@@ -20,6 +20,8 @@ __all__ = [
     "GetStatusRequest",
     "ImageEvent",
     "ImageStatus",
+    "ListImagesReply",
+    "ListImagesRequest",
     "MemoryStatus",
     "PinImageReply",
     "PinImageRequest",
@@ -149,12 +151,12 @@ class GetStatusRequest(NamedTuple):
     """Ask for everything that ``trims status`` shows."""
 
 
-IMAGES_IN_STATUS = 1000
-"""The most images that a GetStatusReply names, the last used ones; then there may be more."""
+IMAGES_IN_REPLY = 1000
+"""The most images that a reply names; then there may be more."""
 
 
 class ImageStatus(NamedTuple):
-    """One image in GetStatusReply. ``names`` are paths, shown to their own users only."""
+    """One image in a reply. ``names`` are paths, shown to their own users only."""
 
     digest: str
     size_bytes: int
@@ -210,7 +212,7 @@ class DeviceStatus(NamedTuple):
 
 
 class GetStatusReply(NamedTuple):
-    """Response for GetStatusRequest."""
+    """Response for GetStatusRequest. ``images`` were used last: IMAGES_IN_REPLY at most."""
 
     package: str
     protocol: int
@@ -226,6 +228,19 @@ class GetStatusReply(NamedTuple):
     devices: tuple[DeviceStatus, ...] = ()
     prepared: tuple[PreparedStatus, ...] = ()
     storage: PreparedStorage | None = None
+
+
+class ListImagesRequest(NamedTuple):
+    """Ask for images in the order of digest and tier, from behind this one on."""
+
+    digest: str = ""
+    tier: str = ""
+
+
+class ListImagesReply(NamedTuple):
+    """Response for ListImagesRequest: IMAGES_IN_REPLY at most; none behind the last one."""
+
+    images: tuple[ImageStatus, ...]
 
 
 class StopDaemonRequest(NamedTuple):
