@@ -27,7 +27,7 @@ from trims_shim.remote.listing import RemoteFile
 from trims_shim.remote.streams import STREAMS
 from trims_shim.remote.web import WebFiles, _password, _Redirects
 
-from .web_server import WebServer
+from .web_server import PIECE_BYTES, WebServer
 
 CONTENT = os.urandom(300_000)
 
@@ -126,6 +126,18 @@ def test_a_server_that_says_nothing_more_is_given_up(
             read(url)
     finally:
         gate.set()
+
+
+def test_what_came_before_a_server_says_nothing_more_is_not_lost(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = web.put("vit.pt", CONTENT, rate=PIECE_BYTES / 5)
+    file = looked(url)
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.2)
+    pieces = WebFiles(url).read(file, 0, file.size_bytes)
+    assert next(pieces) == CONTENT[:PIECE_BYTES]
+    with pytest.raises(RemoteUnreachable, match="timed out"):
+        next(pieces)
 
 
 def test_a_busy_server_is_asked_again_when_it_says(

@@ -38,7 +38,8 @@ __all__ = ["WebFiles"]
 
 _PATIENCE_S = 30.0
 """Without a byte; then the server is asked once more, or given up."""
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 16
+"""Less than this is lost of what came before a connection was reset, or nothing came any more."""
 _PAGE_LIMIT_BYTES = 4 << 20
 _FOLDER_LIMIT = 2000
 _BUSY = (429, 503)
