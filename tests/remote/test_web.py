@@ -386,6 +386,18 @@ def test_passwords_come_from_netrc_and_go_to_their_host_only(
         looked(web.put("moved.pt", status=302, location=there))
 
 
+def test_the_password_of_a_proxy_does_not_go_where_it_leads() -> None:
+    """That may be a host that is asked without a proxy."""
+    request = urllib.request.Request("http://a.example/vit.pt")
+    request.set_proxy("proxy.example", "http")
+    request.add_header("Proxy-authorization", "Basic secret")  # as urllib does
+    again = _Redirects().redirect_request(
+        request, io.BytesIO(), 302, "Found", HTTPMessage(), "https://b.example/x"
+    )
+    assert again is not None
+    assert "Basic secret" not in dict(again.header_items()).values()
+
+
 @pytest.mark.parametrize(
     ("url", "machine"), [("http://HOST.example:80/x", "host.example"), ("http://[::1]:80/x", "::1")]
 )

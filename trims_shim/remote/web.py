@@ -215,9 +215,13 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
             )
         known_code = 301 if code == 308 else code
         again = super().redirect_request(req, fp, known_code, msg, headers, newurl)
+        if again is None:
+            return None
+        # The proxy's password; where it goes by that proxy again, urllib adds it again.
+        again.remove_header("Proxy-authorization")
         # Where it stays on the host of the password, that is needed again, and known there.
         password = req.get_header("Authorization")
-        if again is not None and password and _host_of(newurl) == _host_of(req.full_url):
+        if password and _host_of(newurl) == _host_of(req.full_url):
             again.add_unredirected_header("Authorization", password)
         return again
 
