@@ -352,6 +352,22 @@ def test_a_redirect_from_https_to_http_is_refused() -> None:
         assert again is not None
 
 
+@pytest.mark.parametrize("kind", ["http", "https"])
+def test_a_redirect_by_a_proxy_is_as_safe_as_without(kind: str) -> None:
+    request = urllib.request.Request("http://a.example/vit.pt")
+    request.set_proxy("proxy.example", kind)
+    again = _Redirects().redirect_request(
+        request, io.BytesIO(), 302, "Found", HTTPMessage(), "http://b.example/x"
+    )
+    assert again is not None
+    request = urllib.request.Request("https://a.example/vit.pt")
+    request.set_proxy("proxy.example", kind)
+    with pytest.raises(RemoteError, match="not as safe"):
+        _Redirects().redirect_request(
+            request, io.BytesIO(), 302, "Found", HTTPMessage(), "http://b.example/x"
+        )
+
+
 @pytest.mark.parametrize("place", ["http://me:secret@127.0.0.1/x", "//me:secret@host:80/x"])
 def test_a_redirect_with_a_password_is_refused_without_saying_it(
     place: str, web: WebServer

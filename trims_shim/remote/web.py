@@ -208,7 +208,8 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
                 f"{shown(req.full_url)} leads to {shown(newurl)} with a user or password; name "
                 "that URL if you trust it, and put them into ~/.netrc"
             )
-        if urlsplit(newurl).scheme not in ("https", req.type):
+        # Not req.type, which is the proxy's.
+        if urlsplit(newurl).scheme not in ("https", urlsplit(req.full_url).scheme):
             raise RemoteError(
                 f"{shown(req.full_url)} leads to {shown(newurl)}, which is not as safe; "
                 "name that URL if you trust it"
