@@ -187,6 +187,24 @@ def test_what_is_evicted_before_its_download_is_in_use(
     assert copies.copies() == []
 
 
+def test_what_others_delete_does_not_give_its_name_to_another_download(
+    copies: Copies, home: Path
+) -> None:
+    """One that is not whole yet, and was begun since."""
+    first = copies.claim("k-1")
+    assert first is not None
+    shutil.rmtree(first.path)
+    second = copies.claim("k-1")
+    assert second is not None
+    (home / "k-1.partial" / "x.pt").write_bytes(b"half")
+    with pytest.raises(RemoteError, match="deleted by others meanwhile; fetch it again"):
+        copies.publish(first, "k-1")
+    first.discard()
+    assert second.size_bytes() == 4
+    copies.publish(second, "k-1")
+    assert names_in(home) == ["k-1"]
+
+
 HOLDER = """
 import os, sys
 from trims_shim import config

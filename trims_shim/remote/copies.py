@@ -86,9 +86,14 @@ class Partial:
         """How much has been downloaded."""
         return sum(_sizes(self.path))
 
+    def is_there(self) -> bool:
+        """Whether it still has its name, which is another's once this one was deleted."""
+        return _is_at(self.descriptor, self.path)
+
     def discard(self) -> None:
         """Delete it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        if self.is_there():
+            shutil.rmtree(self.path, ignore_errors=True)
         self.release()
 
 
@@ -189,6 +194,8 @@ class Copies:
     def publish(self, partial: Partial, name: str) -> str:
         """Give a complete download its name; its directory then. Raises OSError, RemoteError."""
         path = os.path.join(self.directory, name)
+        if not partial.is_there():
+            raise RemoteError(f"{partial.path} was deleted by others meanwhile; fetch it again")
         _set_modes(partial.path, 0o400)  # Not after: whenever this ends, a copy is read-only.
         _sync_all(partial.path)
         try:
