@@ -207,6 +207,23 @@ def test_a_waiting_process_takes_over_from_a_killed_one(
     assert [name for name in names_in(home) if name.endswith(".partial")] == []
 
 
+def test_a_cache_directory_that_is_deleted_is_made_again_by_who_waits(
+    web: WebServer, start: Callable[..., subprocess.Popen[str]], home: Path
+) -> None:
+    gate = threading.Event()
+    url = web.put("vit.pt", CONTENT, gate=gate)
+    first = start(url)
+    wait_until(lambda: web.asked["body"] == 1)
+    second = start(url)
+    assert second.stderr is not None
+    assert "waited for" in second.stderr.readline()
+    shutil.rmtree(home.parent)
+    wait_until(lambda: web.asked["body"] == 2)
+    gate.set()
+    assert second.communicate(timeout=LIMIT_S)[0] == f"{len(CONTENT)}\n"
+    assert "deleted by others meanwhile" in first.communicate(timeout=LIMIT_S)[1]
+
+
 def test_waiting_can_be_interrupted(
     web: WebServer, start: Callable[..., subprocess.Popen[str]]
 ) -> None:

@@ -128,6 +128,7 @@ class _Fetching:
             name = f"{self.key}-{version_of(self.digest) if self.digest else listing.version}"
             if path := self._whole_path(name, listing):
                 return _fetched(path, Outcome.THERE)
+            self.copies.prepare()  # It may have been deleted while others were waited for.
             # What is there of a download is of one version, whichever digest it should have.
             partial = self.copies.claim(f"{self.key}-{listing.version}")
             if partial is None:
