@@ -397,6 +397,26 @@ def test_a_download_that_breaks_off_has_a_copy_too(
     assert "may not be current" in caplog.text
 
 
+def test_a_server_that_became_busy_is_not_asked_for_a_change(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has been asked often enough."""
+    url = web.put("vit.pt", CONTENT)
+    monkeypatch.setattr(web_module, "_PAUSES_S", (0.0, 0.0, 0.0))
+    look = WebFiles.list
+    left: list[str | None] = [None] * 20
+
+    def looked(self: WebFiles) -> Listing:
+        found = look(self)
+        web.files["vit.pt"].busy = left
+        return found
+
+    monkeypatch.setattr(WebFiles, "list", looked)
+    with pytest.raises(RemoteUnreachable, match="429 Too Many Requests"):
+        trims_shim.fetch(url)
+    assert len(left) == 20 - 4
+
+
 def test_an_unreachable_remote_without_a_copy(web: WebServer) -> None:
     with pytest.raises(RemoteUnreachable, match="503"):
         trims_shim.fetch(web.put("vit.pt", status=503))

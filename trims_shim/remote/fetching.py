@@ -25,7 +25,7 @@ from trims_shim import config, diagnostics
 from trims_shim.errors import ConfigError, RemoteError, RemoteUnreachable, WrongDigest
 from trims_shim.late_imports import ensure_imported
 from trims_shim.remote.copies import Copies, Partial
-from trims_shim.remote.downloading import Remote, download
+from trims_shim.remote.downloading import GivenUp, Remote, download
 from trims_shim.remote.listing import Listing, is_web, key_of, name_of, shown, version_of
 
 __all__ = ["Fetched", "Outcome", "fetch"]
@@ -200,6 +200,8 @@ class _Fetching:
                 progress=lambda done_bytes: self.progress(done_bytes, size_bytes),
                 make_room=self.copies.make_room,
             )
+        except GivenUp:
+            raise
         except (RemoteUnreachable, FileNotFoundError):
             now = self.remote.list()
             if now.version == listing.version:
