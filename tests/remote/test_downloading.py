@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -268,6 +269,42 @@ def test_small_files_are_read_at_the_same_time_and_not_more_than_streams(tmp_pat
     assert seen == sorted(seen)
     assert seen[-1] == remote.list().size_bytes
     assert {remote.asked.count(name) for name in SMALL if name != "bert/10"} == {1}
+
+
+def test_files_as_large_as_a_part_are_read_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(downloading, "PART_BYTES", 2 << 20)
+    both = threading.Barrier(2)
+
+    class Meeting(Folder):
+        def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[bytes]:
+            both.wait(timeout=30)
+            yield from super().read(file, start, end)
+
+    remote = Meeting()
+    remote.contents = {f"bert/{number}": os.urandom(2 << 20) for number in range(2)}
+    completed(remote, remote.list(), tmp_path)
+    assert remote.arrived(tmp_path)
+
+
+def test_reading_ahead_ends_with_the_download(tmp_path: Path) -> None:
+    is_over = threading.Event()
+
+    class Going(Folder):
+        def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[bytes]:
+            if file.name == "bert/00":
+                raise FileNotFoundError(errno.ENOENT, "it went")
+            try:
+                for _ in range(3000):
+                    time.sleep(0.01)
+                    yield b""
+            finally:
+                is_over.set()
+
+    with pytest.raises(FileNotFoundError):
+        completed(Going(), Going().list(), tmp_path)
+    assert is_over.wait(10)
 
 
 def test_no_more_than_a_part_of_a_large_file_is_read_ahead(tmp_path: Path) -> None:

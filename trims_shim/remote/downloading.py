@@ -22,10 +22,8 @@ from trims_shim.remote.streams import in_order
 __all__ = ["PART_BYTES", "GivenUp", "Remote", "Source", "download"]
 
 PART_BYTES = 8 << 20
-"""What one stream reads at once; so much memory is taken for each."""
-_SMALL_BYTES = 1 << 20
-"""Files of at most this size are read ahead, each by one stream: they take longer to ask for than
-to come."""
+"""What one stream reads at once; so much memory is taken for each. Files of a folder that are not
+larger are read ahead, each by one stream."""
 _ROOM_BYTES = 64 << 20
 """A file whose size nobody knows is given at most this much room at a time."""
 _TRIES = 4
@@ -67,21 +65,25 @@ def download(
     """
     before_bytes = 0
     small = [file for file in listing.files if _is_small(file, directory)]
+    is_over = threading.Event()
     source: Source = (
-        _ReadAhead(remote, small) if len(small) > 1 and remote.is_concurrent else remote
+        _ReadAhead(remote, small, is_over) if len(small) > 1 and remote.is_concurrent else remote
     )
-    for file in listing.files:
-        path = os.path.join(directory, file.name)
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(path, flags, 0o600), "r+b") as out:
-            _complete(source, file, out, _shifted(progress, before_bytes), make_room)
-            before_bytes += out.tell()
+    try:
+        for file in listing.files:
+            path = os.path.join(directory, file.name)
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(path, flags, 0o600), "r+b") as out:
+                _complete(source, file, out, _shifted(progress, before_bytes), make_room)
+                before_bytes += out.tell()
+    finally:
+        is_over.set()
 
 
 def _is_small(file: RemoteFile, directory: str) -> bool:
     """Whether all of it is read, and at once."""
-    if file.size_bytes is None or not 0 < file.size_bytes <= min(_SMALL_BYTES, PART_BYTES):
+    if file.size_bytes is None or not 0 < file.size_bytes <= PART_BYTES:
         return False
     return not os.path.lexists(os.path.join(directory, file.name))
 
@@ -187,18 +189,17 @@ def _part(
 
 
 class _ReadAhead:
-    """A remote whose small files are read while those before them are written.
+    """A remote whose small files are read while those before them are written, until it is over.
 
     They are given in the order in which they will be read. One that could not be read is read
     again when it is asked for again, as everything else is.
     """
 
-    def __init__(self, remote: Source, small: list[RemoteFile]) -> None:
+    def __init__(self, remote: Source, small: list[RemoteFile], is_over: threading.Event) -> None:
         self.is_concurrent = remote.is_concurrent
         self._remote = remote
         self._names = deque(file.name for file in small)
-        never = threading.Event()
-        wholes = (partial(_part, remote, file, 0, file.size_bytes or 0, never) for file in small)
+        wholes = (partial(_part, remote, file, 0, file.size_bytes or 0, is_over) for file in small)
         self._wholes = in_order(wholes)
 
     def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[bytes]:
