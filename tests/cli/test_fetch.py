@@ -126,6 +126,8 @@ def test_evict_deletes_copies(trims: Trims, store: str) -> None:
     assert not os.path.exists(bert)
     assert trims("evict", "--all", "--tier", "remote").returncode == Exit.OK
     assert trims("evict", "bert.pt", "--tier", "remote").returncode == Exit.USAGE
+    for command in ("evict", "warm"):
+        assert "'http://' is no URL" in trims(command, "http://").stderr
 
 
 def test_evict_deletes_nothing_behind_a_link(

@@ -107,12 +107,13 @@ def test_urls_and_paths() -> None:
     assert is_url("s3://bucket/x")
     assert is_url("HTTPS://host/x")
     assert not is_url("/models/x.pt")
-    assert not is_url("s3://")
+    assert is_url("s3://"), "that is no path"
     assert key_of("s3://a/b") != key_of("s3://a/c")
     assert key_of("abfs://container@account.example/x"), "that is no user"
     assert key_of("s3://a/\udcff") != key_of("s3://a/\udcfe"), "bytes that are no UTF-8"
-    with pytest.raises(ConfigError, match="is no URL"):
-        key_of("models/x.pt")
+    for text in ("models/x.pt", "s3://", "http://"):
+        with pytest.raises(ConfigError, match="is no URL"):
+            key_of(text)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ __all__ = [
     "version_of",
 ]
 
-_FORM = re.compile(r"[a-z][a-z0-9+.-]*://.", re.ASCII | re.IGNORECASE | re.DOTALL)
+_FORM = re.compile(r"[a-z][a-z0-9+.-]*://", re.ASCII | re.IGNORECASE)
 _WEB = re.compile(r"https?://", re.ASCII | re.IGNORECASE)
 _WEB_WITHIN = re.compile(r"::https?://", re.ASCII | re.IGNORECASE)
 _QUERY = re.compile(r"[?#].*", re.DOTALL)
@@ -108,7 +108,7 @@ class Listing:
 
 
 def is_url(text: str) -> bool:
-    """Whether a word of the command line means something remote."""
+    """Whether a word of the command line means something remote, even if it names nothing."""
     return _FORM.match(text) is not None
 
 
@@ -119,7 +119,7 @@ def is_web(url: str) -> bool:
 
 def key_of(url: str) -> str:
     """The name of a URL among those of others, however it is signed. Raises ConfigError if none."""
-    if not is_url(url):
+    if not is_url(url) or url.endswith("://"):
         raise ConfigError(f"{url!r} is no URL; write for example s3://bucket/model.safetensors")
     if is_web(url):
         _check_host(url)
