@@ -224,6 +224,26 @@ def test_a_cache_directory_that_is_deleted_is_made_again_by_who_waits(
     assert "deleted by others meanwhile" in first.communicate(timeout=LIMIT_S)[1]
 
 
+def test_a_cache_directory_that_is_deleted_is_not_made_again_as_folders_are(
+    web: WebServer, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the umask, others might write to it, and no later fetch would."""
+    web.put("bert/", b'<a href="vit.pt">x</a>')
+    web.put("bert/vit.pt", CONTENT)
+    download = downloading.download
+
+    def late(*arguments: Any, **options: Any) -> None:
+        monkeypatch.setattr(fetching, "download", download)
+        shutil.rmtree(home.parent)
+        download(*arguments, **options)
+
+    monkeypatch.setattr(fetching, "download", late)
+    with pytest.raises(RemoteError, match="deleted by others meanwhile; fetch it again"):
+        trims_shim.fetch(web.url("bert/"))
+    assert not home.parent.exists()
+    assert read(f"{trims_shim.fetch(web.url('bert/'))}/vit.pt") == CONTENT
+
+
 def test_waiting_can_be_interrupted(
     web: WebServer, start: Callable[..., subprocess.Popen[str]]
 ) -> None:

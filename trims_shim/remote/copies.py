@@ -86,13 +86,14 @@ class Partial:
         """How much has been downloaded."""
         return sum(_sizes(self.path))
 
-    def is_there(self) -> bool:
-        """Whether it still has its name, which is another's once this one was deleted."""
-        return _is_at(self.descriptor, self.path)
+    def check(self) -> None:
+        """Raises RemoteError if others have deleted it; its name may be another's since."""
+        if not _is_at(self.descriptor, self.path):
+            raise RemoteError(f"{self.path} was deleted by others meanwhile; fetch it again")
 
     def discard(self) -> None:
         """Delete it."""
-        if self.is_there():
+        if _is_at(self.descriptor, self.path):
             shutil.rmtree(self.path, ignore_errors=True)
         self.release()
 
@@ -194,8 +195,7 @@ class Copies:
     def publish(self, partial: Partial, name: str) -> str:
         """Give a complete download its name; its directory then. Raises OSError, RemoteError."""
         path = os.path.join(self.directory, name)
-        if not partial.is_there():
-            raise RemoteError(f"{partial.path} was deleted by others meanwhile; fetch it again")
+        partial.check()
         _set_modes(partial.path, 0o400)  # Not after: whenever this ends, a copy is read-only.
         _sync_all(partial.path)
         try:

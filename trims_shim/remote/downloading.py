@@ -7,6 +7,7 @@ caller to know.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -72,13 +73,21 @@ def download(
     try:
         for file in listing.files:
             path = os.path.join(directory, file.name)
-            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            _make_folders(directory, file.name)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             with open(os.open(path, flags, 0o600), "r+b") as out:
                 _complete(source, file, out, _shifted(progress, before_bytes), make_room)
                 before_bytes += out.tell()
     finally:
         is_over.set()
+
+
+def _make_folders(directory: str, name: str) -> None:
+    """Those of a file below a directory, which is not made again if others have deleted it: for
+    that, those above it might be made, and be writable by others."""
+    for at in (at for at, each in enumerate(name) if each == "/"):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(os.path.join(directory, name[:at]), 0o700)
 
 
 def _is_small(file: RemoteFile, directory: str) -> bool:
