@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import errno
 import io
 import os
@@ -22,7 +23,7 @@ import pytest
 
 from trims_shim.errors import RemoteError, RemoteUnreachable
 from trims_shim.remote import web as module
-from trims_shim.remote.downloading import download
+from trims_shim.remote.downloading import GivenUp, download
 from trims_shim.remote.listing import RemoteFile
 from trims_shim.remote.streams import STREAMS
 from trims_shim.remote.web import WebFiles, _password, _Redirects
@@ -513,6 +514,28 @@ def test_files_of_a_folder_are_looked_at_together(
 
     monkeypatch.setattr(WebFiles, "_look", waiting)
     assert [file.name for file in WebFiles(url).list().files] == [f"bert/{n}" for n in names]
+
+
+@pytest.mark.parametrize(("error", "times"), [(RemoteUnreachable, 2), (GivenUp, 1)])
+def test_a_connection_that_breaks_does_not_end_the_look_at_a_folder(
+    error: type[RemoteUnreachable], times: int, web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file of a folder takes one. Of a server that is busy, enough has been asked."""
+    url = web.put("bert/", b'<a href="vit.pt">x</a>')
+    web.put("bert/vit.pt", CONTENT)
+    look = WebFiles._look
+    asked: list[str] = []
+
+    def breaking(self: WebFiles, url: str, name: str) -> RemoteFile:
+        asked.append(name)
+        if len(asked) == 1:
+            raise error("it broke")
+        return look(self, url, name)
+
+    monkeypatch.setattr(WebFiles, "_look", breaking)
+    with pytest.raises(GivenUp) if error is GivenUp else contextlib.nullcontext():
+        assert len(WebFiles(url).list().files) == 1
+    assert asked == ["bert/vit.pt"] * times
 
 
 def test_a_folder_that_is_asked_for_without_its_slash_is_no_file(web: WebServer) -> None:

@@ -78,7 +78,9 @@ class WebFiles:
             return Listing((self._look(self._url, name),))
         folder = _meant(_target(self._url, "."))  # As links begin: no "//", "..", "HTTP:".
         looks = (
-            functools.partial(self._look, place, f"{name}/{_meant(place).removeprefix(folder)}")
+            functools.partial(
+                self._look_twice, place, f"{name}/{_meant(place).removeprefix(folder)}"
+            )
             for place in self._below(folder)
         )
         files = [look.result() for look in in_order(looks)]
@@ -101,6 +103,15 @@ class WebFiles:
             # Python does not tell a connection that ends early from the end of the file.
             if file.size_bytes is None and not _is_whole(response):
                 raise RemoteUnreachable(f"{shown(file.place)}: it may not be the whole file")
+
+    def _look_twice(self, url: str, name: str) -> RemoteFile:
+        """At one file of many, all of which have to be seen: one broken connection is no end."""
+        try:
+            return self._look(url, name)
+        except GivenUp:
+            raise
+        except RemoteUnreachable:
+            return self._look(url, name)
 
     def _look(self, url: str, name: str) -> RemoteFile:
         # Not HEAD: a URL that is signed for GET refuses it, and it does not tell of ranges.
