@@ -415,6 +415,21 @@ def test_the_password_of_a_proxy_does_not_go_where_it_leads() -> None:
     assert "Basic secret" not in dict(again.header_items()).values()
 
 
+def test_why_no_password_was_sent(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A file that others may read is not taken: the error was that of a wrong password."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    url = web.put("private.pt", CONTENT, password="another")
+    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password secret\n")
+    (tmp_path / ".netrc").chmod(0o644)
+    with pytest.raises(PermissionError, match=r"401 Unauthorized; ~/.netrc has no password for it"):
+        looked(url)
+    (tmp_path / ".netrc").chmod(0o600)
+    with pytest.raises(PermissionError, match=r"401 Unauthorized: '"):
+        looked(url)
+
+
 @pytest.mark.parametrize(
     ("url", "machine"), [("http://HOST.example:80/x", "host.example"), ("http://[::1]:80/x", "::1")]
 )

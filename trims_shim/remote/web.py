@@ -23,6 +23,7 @@ import urllib.request
 from collections.abc import Iterator
 from email.message import Message
 from html.parser import HTMLParser
+from http import HTTPStatus
 from http.client import HTTPException, HTTPMessage, HTTPResponse, responses
 from typing import IO, TypeAlias
 from urllib.parse import quote, unquote, urljoin, urlsplit
@@ -337,6 +338,9 @@ def _meaning(error: urllib.error.HTTPError, url: str) -> Exception:
     said = _said(error.code)
     if error.msg.startswith(_Redirects.inf_msg):
         said += ", and leads from one place to the next without end"
+    if error.code == HTTPStatus.UNAUTHORIZED and not _password(url):
+        # Python reads no other ~/.netrc, and says so in errors that may hold what is in it.
+        said += "; ~/.netrc has no password for it, or others may read that file"
     if error.code in _BUSY:
         return GivenUp(f"{shown(url)}: the server says {said}")
     if error.code in _GONE:
