@@ -89,6 +89,16 @@ print(json.dumps(asyncio.run(asyncio.wait_for(work(), 120))))
 """
 """A master that has loaded the application, two workers that it forks, and then itself."""
 
+MADE_AGAIN = """
+import os
+from fastapi_server import CHECKPOINT, make_checkpoint
+
+first = os.stat(CHECKPOINT)
+make_checkpoint()
+print(os.path.samestat(first, os.stat(CHECKPOINT)))
+"""
+"""What a second worker does that started at the same moment."""
+
 Run = Callable[..., str]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * LIMIT_S)]
@@ -257,6 +267,14 @@ def test_workers_of_a_web_server_share_weights_and_batch_requests(run: Run) -> N
         assert sum(size * count for size, count in batches.items()) == len(first)
         assert max(batches) > 1
     assert [worker["loads from the cache"] for worker in workers] == [0, 0, 0, 0, 0, 1]
+
+
+def test_workers_that_start_together_make_one_checkpoint(run: Run) -> None:
+    """Found: one replaced the file that the other was loading, which then fell back."""
+    stand_in = [] if HAS_FASTAPI else [str(ROOT / "tests" / "fastapi_stand_in")]
+    path = os.pathsep.join([str(EXAMPLES / "batching"), str(ROOT), *stand_in])
+    output = run("-c", MADE_AGAIN, PYTHONPATH=path, TRIMS_ENABLED="0")
+    assert output.split() == ["True"]
 
 
 def test_suite_with_a_model_per_test_passes_with_trims(run: Run) -> None:

@@ -11,6 +11,7 @@ they come from coroutines or from plain functions, which FastAPI calls in thread
 closed: a server answers its open requests before it ends.
 """
 
+import fcntl
 import os
 import tempfile
 from pathlib import Path
@@ -37,17 +38,19 @@ def build() -> nn.Module:
 
 
 def make_checkpoint() -> None:
-    """Write the checkpoint and rename it, because other workers start at the same time."""
-    torch.manual_seed(0)
-    unfinished = CHECKPOINT.with_suffix(f".{os.getpid()}")
-    torch.save(build().state_dict(), unfinished)
-    unfinished.replace(CHECKPOINT)
+    """Write the checkpoint if it is not there: one of the workers, which start at the same time."""
+    with CHECKPOINT.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not CHECKPOINT.exists():
+            torch.manual_seed(0)
+            unfinished = CHECKPOINT.with_suffix(".unfinished")
+            torch.save(build().state_dict(), unfinished)
+            unfinished.replace(CHECKPOINT)
 
 
 def load_model() -> nn.Module:
     """The model with its weights, without an initialisation that would be overwritten."""
-    if not CHECKPOINT.exists():
-        make_checkpoint()
+    make_checkpoint()
     with torch.device("meta"):
         model = build()
     model.load_state_dict(torch.load(CHECKPOINT), assign=True)
