@@ -226,7 +226,7 @@ SETTINGS = (
         "patches",
         ",".join(PATCHABLE_LIBRARIES),
         _subset(*PATCHABLE_LIBRARIES),
-        "libraries to patch, separated by commas",
+        "libraries to patch, separated by commas (torch also reads safetensors files into torch)",
     ),
     Setting(
         "elide_copies",
