@@ -248,6 +248,8 @@ BROKEN: dict[str, tuple[tuple[int, ...], messages.OpenImageReply, str]] = {
     "a part of another number": ((0, 1, 5), reply(1000, 2000), r"\[0, 1, 5\]"),
     "one part twice": ((0, 1, 1), reply(1000, 2000), "2 of 3 parts"),
     "an outline that is too short": ((0, 1), reply(1000, size=SIZE + 1), "shorter"),
+    "an image of no bytes": ((0, 1), reply(1000, size=0), "image of 0 bytes"),
+    "an image of less": ((0, 1), reply(1000, size=-(1 << 20)), "image of -1048576 bytes"),
     "no allocation": ((0,), reply(), "another tier"),
     "an empty allocation": ((0, 1), reply(0), "0,"),
     "a negative one": ((0, 1), reply(-5), "-5"),

@@ -520,6 +520,8 @@ def _part_count(reply: Any, tier: str) -> int:
     """Return how many descriptors come with a reply. Raises WireError for a senseless reply."""
     if not isinstance(reply, messages.OpenImageReply):
         raise WireError(f"{type(reply).__name__} answers OpenImageRequest")
+    if reply.size_bytes <= 0:
+        raise WireError(f"an image of {reply.size_bytes} bytes was granted")
     grant = reply.device
     if (grant is None) != (tier == HOST_TIER):
         raise WireError(f"an image at another tier than {tier} was granted")
