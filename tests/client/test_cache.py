@@ -284,6 +284,11 @@ def test_a_start_that_fails_is_not_tried_for_each_file(
     assert len(starts) == 2
 
 
+def test_a_version_with_digits_that_are_no_number() -> None:
+    """Found: the load failed with ValueError, which is none of this package's errors."""
+    assert pool.is_older(messages.Welcome(messages.PROTOCOL_VERSION, "0.0.²", 1, "i", b"t"))
+
+
 @pytest.mark.parametrize("may_start", [True, False])
 def test_a_daemon_that_hangs_is_asked_less_and_less(
     socket_directory: Path, monkeypatch: pytest.MonkeyPatch, may_start: bool

@@ -300,7 +300,7 @@ def _installed_version() -> str:
 
 
 def _version_key(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part.isdigit())
+    return tuple(int(part) for part in version.split(".") if part.isdecimal())
 
 
 def _in_packets(counters: dict[str, int]) -> Iterator[dict[str, int]]:
