@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from trims_shim.cli import metrics
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
+from trims_shim.printable import printable
 from trims_shim.wire import handover, messages
 
 from .conftest import LIMIT_S, MODEL_BYTES, Trims
@@ -50,14 +51,21 @@ def test_what_is_printed_of_a_daemon(warmed: Trims) -> None:
 
 
 def test_reasons_are_as_clients_say_them(warmed: Trims) -> None:
-    reason = 'a "reason"\n{x="1"} 2'
+    """But nothing in them steers a terminal; those that look alike then are one, as labels have to
+    differ.
+    """
+    reason = 'a "reason"\n{x="1"} 2\x1b[2J'
+    shown = printable(reason)
+    said = {f"fallback:{reason}": 3, f"fallback:{shown}": 4, "served:torch_zip": 2}
     with handover.new_socket() as client:
         client.connect(str(warmed.sockets / "handover.sock"))
         hello = messages.Hello(messages.PROTOCOL_VERSION, "1.0", 1)
-        for each in (hello, messages.StatsReport({f"fallback:{reason}": 3, "served:torch_zip": 2})):
+        for each in (hello, messages.StatsReport(said)):
             handover.send(client, each)
-        found = samples(warmed("metrics").stdout)
-    assert found[f"trims_cache_fallbacks_total{{{reason}}}"] == 3
+        printed = warmed("metrics").stdout
+    assert "\x1b" not in printed
+    found = samples(printed)
+    assert found[f"trims_cache_fallbacks_total{{{shown}}}"] == 7
     assert found["trims_cache_loads_served_total{torch_zip}"] == 2
     assert found["trims_cache_clients"] == 1
 

@@ -17,6 +17,7 @@ from trims_shim.cli.prepared import counts
 from trims_shim.cli.saying import say
 from trims_shim.cli.status import ask, loads, others
 from trims_shim.errors import TrimsError
+from trims_shim.printable import printable
 from trims_shim.specs import HOST_TIER
 from trims_shim.wire.admin import DeviceStatus, GetStatusReply, MemoryStatus
 
@@ -202,7 +203,15 @@ def _known(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _by(amounts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
-    return {(name,): amount for name, amount in amounts.items()}
+    """By the value of the only label.
+
+    Clients choose some, and may be other users: nothing in them is to steer a terminal.
+    """
+    found: dict[tuple[str, ...], float] = {}
+    for name, amount in amounts.items():
+        words = (printable(name),)
+        found[words] = found.get(words, 0) + amount
+    return found
 
 
 def _gauge(
