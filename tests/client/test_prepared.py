@@ -124,7 +124,14 @@ def test_no_hit(answer: OpenPreparedReply, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"outcome": "perhaps"}, {"model": "relative"}, {"model_identity": None}]
+    "change",
+    [
+        {"outcome": "perhaps"},
+        {"model": "relative"},
+        {"model": "/a\0b"},
+        {"model_identity": None},
+        {"weights": "/a\0b"},
+    ],
 )
 def test_answers_that_make_no_sense(reply: OpenPreparedReply, change: Any) -> None:
     error, _ = take(reply._replace(**change))

@@ -95,5 +95,7 @@ def _check(path: str, identity: Identity, name: str) -> None:
         status = os.stat(path, follow_symlinks=False)
     except OSError as error:
         raise NotServed("prepared_changed", f"{name}: {error}") from error
+    except ValueError as error:  # a null byte
+        raise WireError(f"{path!r:.80} is not the path of a file") from error
     if Identity.from_stat(status) != identity:
         raise NotServed("prepared_changed", f"{name}: {path} is not the file that was verified")
