@@ -27,7 +27,7 @@ from trims_shim.errors import (
     UnknownImage,
     WireError,
 )
-from trims_shim.wire import codec, handover, messages
+from trims_shim.wire import admin, codec, handover, messages
 from trims_shim.wire.endpoint import Endpoint
 
 SIZE = 4096
@@ -826,6 +826,20 @@ def test_only_a_reply_answers_a_request_for_a_prepared_model(daemon: Daemon) -> 
     connection = connect(daemon)
     with pytest.raises(NoSpace, match="full"):
         connection.open_prepared(REQUEST)
+    thread.join(PATIENCE_S)
+    connection.close()
+
+
+def test_a_reply_to_another_request(daemon: Daemon) -> None:
+    def answer() -> None:
+        daemon.routing, body = daemon.control.recv_multipart()
+        daemon.envelope = codec.decode_envelope(body)
+        daemon.reply(reply())
+
+    thread = daemon.talk(daemon.hear, daemon.welcome, answer)
+    connection = connect(daemon)
+    with pytest.raises(WireError, match="OpenImageReply answers GetStatusRequest"):
+        connection.request(admin.GetStatusRequest())
     thread.join(PATIENCE_S)
     connection.close()
 

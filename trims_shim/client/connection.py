@@ -228,7 +228,11 @@ class Connection:
     def request(self, message: Any) -> Any:
         """Send a control request and wait for its reply. Raises as :meth:`open_image`."""
         self._asked_under = 0
-        return self._request(message)
+        reply = self._request(message)
+        asked, answers = type(message).__name__, type(reply).__name__
+        if answers != asked.replace("Request", "Reply"):
+            raise WireError(f"{answers} answers {asked}")
+        return reply
 
     def _request(self, message: Any) -> Any:
         ensure_imported("zmq")
