@@ -237,6 +237,26 @@ def test_the_state_dict_may_go_away(prepare: Callable[..., None]) -> None:
     assert image() is None  # at once: nothing waits for the garbage collector
 
 
+@pytest.mark.parametrize("has_array", [True, False])
+def test_a_resized_parameter_keeps_its_mapping_for_an_array_only(
+    has_array: bool, prepare: Callable[..., None]
+) -> None:
+    if not torch_repoint.has_swap():
+        pytest.skip("this torch cannot resize such a storage")
+    expected = weight().state_dict()
+    module, state = weight(), cached(expected)
+    prepare(module)
+    module.load_state_dict(state)
+    image = weakref.ref(image_of(state.pop("weight")))
+    array = module.weight.detach().numpy() if has_array else None
+    torch_elision.make_resizable(module.weight.untyped_storage(), keeps_bytes=False)
+    assert (image() is not None) == has_array
+    if array is not None:
+        assert torch.equal(torch.from_numpy(array), expected["weight"])
+        del module, array
+        assert image() is None
+
+
 def test_a_second_load_of_the_same_finds_it_there(prepare: Callable[..., None]) -> None:
     expected = weight().state_dict()
     module, state = weight(), cached(expected)

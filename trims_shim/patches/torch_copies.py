@@ -23,6 +23,7 @@ from trims_shim.patches.torch_modes import has_mode
 
 __all__ = [
     "PLAIN_TYPES",
+    "has_views",
     "held_aliases",
     "holding_state_dict",
     "is_byte_copy",
@@ -229,3 +230,9 @@ def is_sole_owner(dst: torch.Tensor, size: int, *, aliases: int = 0) -> bool:
     expected = _sole()._replace(storage_uses=_sole().storage_uses + aliases)
     # A contiguous tensor as long as its storage begins where the storage does.
     return _Owners.of(dst) == expected and dst.untyped_storage().nbytes() == size
+
+
+def has_views(storage: torch.UntypedStorage) -> bool:
+    """Whether more than one tensor is on a storage, as after ``tensor.numpy()``."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count > _sole().storage_uses

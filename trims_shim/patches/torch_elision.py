@@ -54,6 +54,7 @@ from trims_shim.patches import torch_device, torch_repoint, torch_unshare
 from trims_shim.patches.asking import aligned_image
 from trims_shim.patches.torch_copies import (
     PLAIN_TYPES,
+    has_views,
     held_aliases,
     is_byte_copy,
     is_exclusive,
@@ -369,7 +370,9 @@ def _is_ours(address: int, size_bytes: int) -> bool:
 def make_resizable(storage: torch.UntypedStorage, *, keeps_bytes: bool) -> None:
     """Give the storage of a parameter whose copy was elided memory of torch's allocator.
 
-    Tensors on the storage stay on it. Does nothing to other storages. Needs a torch that can swap.
+    Tensors on the storage stay on it. A numpy array does not follow (torch would refuse to resize
+    a storage that has had one): where there may be one, the mapping stays as long as the storage.
+    Does nothing to other storages. Needs a torch that can swap.
     """
     try:
         if storage.device.type != "cpu" or not _is_ours(storage.data_ptr(), storage.nbytes()):
@@ -379,6 +382,8 @@ def make_resizable(storage: torch.UntypedStorage, *, keeps_bytes: bool) -> None:
             empty = torch.empty(0, device="cpu")
             own = (bytes_over(storage).clone() if keeps_bytes else empty).untyped_storage()
         torch_repoint.move([storage], [own], ())
+        if has_views(storage):
+            storage._trims_mapping = own  # type: ignore[attr-defined]
     # Border: torch says that the storage is not resizable.
     except Exception as error:
         _count_error(error)
