@@ -27,8 +27,7 @@ def memory_used(device: str, *, buffers_bytes: int) -> Memory:
         reserved = torch.cuda.memory_reserved(device)
         peak = torch.cuda.max_memory_reserved(device)
         torch.cuda.reset_peak_memory_stats(device)
-        used = total_bytes - free_bytes
-        return Memory(0, used, used - reserved + peak)
+        return Memory(0, total_bytes - free_bytes - reserved + peak)
     with open(_STATUS, encoding="ascii", errors="replace") as file:
         rows = [line.split() for line in file]
     figures = {row[0]: int(row[1]) << 10 for row in rows if row[-1] == "kB"}
@@ -36,4 +35,4 @@ def memory_used(device: str, *, buffers_bytes: int) -> Memory:
     peak = figures["VmHWM:"] - figures["RssFile:"] - shared
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
         file.write("5")  # forget the peak
-    return Memory(max(0, shared - buffers_bytes), own, max(own, peak))
+    return Memory(max(0, shared - buffers_bytes), max(own, peak))

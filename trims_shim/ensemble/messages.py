@@ -101,5 +101,4 @@ class Memory:
     """From a worker: its memory, in bytes; see :mod:`.footprint`."""
 
     shared_bytes: int
-    own_bytes: int
     peak_bytes: int
