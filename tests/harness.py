@@ -29,7 +29,7 @@ from trims_shim import config
 from trims_shim.client.arenas import Arena
 from trims_shim.client.cache import Cache
 from trims_shim.client.connection import Connection
-from trims_shim.errors import DaemonError
+from trims_shim.errors import DaemonError, TrimsError
 from trims_shim.wire import admin, messages
 
 __all__ = [
@@ -324,6 +324,14 @@ class World:
         finally:
             connection.close()
 
+    def is_answering(self) -> bool:
+        """Whether a daemon tells its status."""
+        try:
+            self.status()
+        except TrimsError:
+            return False
+        return True
+
     def pid(self) -> int:
         """The process id of the daemon that answers now."""
         connection = self.connection()
@@ -391,6 +399,10 @@ class World:
         found = processes.with_variable(variable, since_ticks=self._made_ticks)
         return [pid for pid in found if process_state(pid) != "Z"]
 
+    def running(self, module: str) -> list[int]:
+        """Those of them that run a module of the package."""
+        return [pid for pid in self.processes() if f"trims_shim.{module}" in self._command(pid)]
+
     # --- what the kernel says ---------------------------------------------------------------------
 
     @staticmethod
@@ -453,7 +465,7 @@ class World:
         try:
             wait_until(lambda: not self.processes(), "all processes gone")
         except AssertionError:
-            left = {pid: self._command(pid) for pid in self.processes()}
+            left = {pid: self._command(pid)[:300] for pid in self.processes()}
             for pid in left:
                 self.signal(pid, signal.SIGCONT)
                 self.signal(pid, signal.SIGKILL)
@@ -467,7 +479,7 @@ class World:
     def _command(pid: int) -> str:
         try:
             with open(f"/proc/{pid}/cmdline") as file:
-                return file.read().replace("\0", " ")[:300]
+                return file.read().replace("\0", " ")
         except OSError:
             return ""
 

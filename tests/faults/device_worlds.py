@@ -60,12 +60,7 @@ def machine(world: World) -> Emulated:
 
 def uploaders(world: World) -> list[int]:
     """Live uploader processes."""
-    found = []
-    for pid in world.processes():
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as file:
-            if "daemon.device.uploader" in file.read():
-                found.append(pid)
-    return found
+    return world.running("daemon.device.uploader")
 
 
 def image_memory(world: World) -> int:

@@ -172,12 +172,7 @@ def evict(world: World, text: str = "") -> admin.EvictPreparedReply:
 
 def preparers(world: World) -> list[int]:
     """Live preparer processes."""
-    found = []
-    for pid in world.processes():
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as file:
-            if "daemon.preparer.main" in file.read():
-                found.append(pid)
-    return found
+    return world.running("daemon.preparer.main")
 
 
 def wait_for_preparer(world: World) -> int:

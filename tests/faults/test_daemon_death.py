@@ -120,16 +120,8 @@ def test_killed_at_random_moments(running: World, repeat: int) -> None:
             "load_stalled",
             "daemon_start_failed",
         }
-    arena = open_path(world.cache(), paths[0]) if _answers(world) else None
+    arena = open_path(world.cache(), paths[0]) if world.is_answering() else None
     assert arena is None or bytes(memoryview(arena.buffer)) == content(1, (1 << 20) + 4096)
-
-
-def _answers(world: World) -> bool:
-    try:
-        world.status()
-    except TrimsError:
-        return False
-    return True
 
 
 def test_killed_between_offer_and_request(running: World) -> None:

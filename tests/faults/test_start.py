@@ -17,7 +17,7 @@ from harness import LARGE_BYTES, World, content, process_state, raw_connection, 
 
 from trims_shim.daemon import background
 from trims_shim.daemon import main as daemon_main
-from trims_shim.errors import ConfigError, DaemonUnavailable, IncompatibleDaemon, TrimsError
+from trims_shim.errors import ConfigError, DaemonUnavailable, IncompatibleDaemon
 from trims_shim.wire import admin, codec, endpoint, messages
 
 CROWD = """
@@ -79,7 +79,7 @@ def test_starts_of_daemons_by_hand_leave_one(world: World) -> None:
     """`trims daemon` six times at once: one serves, the others say that they lost and succeed."""
     script = "from trims_shim.daemon.main import run\nsys.exit(run())\n"
     children = [world.spawn(script) for _ in range(6)]
-    wait_until(lambda: _answers(world), "a daemon")
+    wait_until(world.is_answering, "a daemon")
     pid = world.pid()
     for child in children:
         if child.pid != pid:
@@ -94,7 +94,7 @@ def test_the_daemon_is_killed_before_programs_when_memory_runs_out(world: World)
     assert Path(f"/proc/{world.pid()}/oom_score_adj").read_text().strip() == "1000"
     world.kill_daemon()
     world.spawn("from trims_shim.daemon.main import run\nsys.exit(run())\n")
-    wait_until(lambda: _answers(world), "a daemon")
+    wait_until(world.is_answering, "a daemon")
     assert Path(f"/proc/{world.pid()}/oom_score_adj").read_text() == own
 
 
@@ -666,11 +666,3 @@ def test_a_newer_client_that_may_not_start_does_not_drain(world: World) -> None:
 def _status_of(pid: int, field: str) -> str:
     with open(f"/proc/{pid}/status") as status:
         return next(line.split()[1] for line in status if line.startswith(f"{field}:"))
-
-
-def _answers(world: World) -> bool:
-    try:
-        world.status()
-    except TrimsError:
-        return False
-    return True

@@ -171,7 +171,7 @@ class GpuWorld(World):
 
     def uploaders(self) -> list[int]:
         """Processes that fill device memory for this world's daemon."""
-        return [pid for pid in self.processes() if "daemon.device.uploader" in self._command(pid)]
+        return self.running("daemon.device.uploader")
 
     def wait_for_uploader(self) -> None:
         """One that has been idle makes room for another, without a context on the device."""
