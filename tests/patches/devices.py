@@ -53,6 +53,32 @@ WITHOUT_HOLDERS = {
 }
 LARGE = torch_device.MIN_SHARED_BYTES
 DEVICES = 2
+SIDE = 256
+"""SIDE * SIDE float32 are four times what is shared at least."""
+
+
+class Net(torch.nn.Module):
+    """Large and small parameters and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(SIDE, SIDE)
+        self.norm = torch.nn.BatchNorm1d(SIDE)
+        self.second = torch.nn.Linear(SIDE, SIDE, bias=False)
+        self.register_buffer("table", torch.randn(SIDE, SIDE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.norm(self.first(x)))
+
+
+class Tied(torch.nn.Module):
+    """Two modules with one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = torch.nn.Embedding(SIDE, SIDE)
+        self.decoder = torch.nn.Linear(SIDE, SIDE, bias=False)
+        self.decoder.weight = self.encoder.weight
 
 
 class EmulatedRuntime:

@@ -18,15 +18,13 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from devices import DEVICES, LARGE, Devices, reasons, shared
+from devices import DEVICES, LARGE, SIDE, Devices, Tied, reasons, shared
 from harness import World
 from torch import nn
 
 from trims_shim import patches
 from trims_shim.errors import UnknownDevice
 from trims_shim.patches import safetensors_device, safetensors_model, torch_device, torch_module
-
-SIDE = 256
 
 
 class Theirs:
@@ -250,13 +248,6 @@ def test_load_model(devices: Devices, tmp_path: Path) -> None:
 
 
 def test_load_model_with_ties(devices: Devices, tmp_path: Path) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = nn.Embedding(SIDE, SIDE)
-            self.decoder = nn.Linear(SIDE, SIDE, bias=False)
-            self.decoder.weight = self.encoder.weight
-
     theirs, ours = Tied(), Tied()
     safetensors.torch.save_model(theirs, tmp_path / "net.safetensors")
     missing = safetensors.torch.load_model(ours, tmp_path / "net.safetensors", device="cuda")

@@ -15,7 +15,7 @@ from typing import Any
 import devices as emulation
 import pytest
 import torch
-from devices import Devices, events, reasons, shared
+from devices import SIDE, Devices, Net, Tied, events, reasons, shared
 from torch import nn
 
 from trims_shim import patches
@@ -29,7 +29,6 @@ from trims_shim.patches import (
     torch_unshare,
 )
 
-SIDE = 256
 LARGE_PARAMETERS = {"first.weight", "second.weight"}
 
 
@@ -41,18 +40,6 @@ def devices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     ) as devices:
         yield devices
     assert not [each for each in emulation.all_events() if each.startswith("elision_error")]
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(SIDE, SIDE)
-        self.norm = nn.BatchNorm1d(SIDE)
-        self.second = nn.Linear(SIDE, SIDE, bias=False)
-        self.register_buffer("table", torch.randn(SIDE, SIDE))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.norm(self.first(x)))
 
 
 def _stock(module: nn.Module) -> None:
@@ -174,13 +161,6 @@ def test_the_same_checkpoint_again(
 
 
 def test_tied_parameters(on_device: Callable[..., Any], prepare: Callable[..., None]) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = nn.Embedding(SIDE, SIDE)
-            self.decoder = nn.Linear(SIDE, SIDE, bias=False)
-            self.decoder.weight = self.encoder.weight
-
     ours, theirs = Tied(), Tied()
     prepare(ours)
     ours.load_state_dict(on_device(theirs))

@@ -17,7 +17,7 @@ from typing import Any
 import devices as emulation
 import pytest
 import torch
-from devices import LARGE, Devices, ToCuda, events, reasons, shared
+from devices import LARGE, SIDE, Devices, Tied, ToCuda, events, reasons, shared
 from torch import nn
 
 from trims_shim import diagnostics
@@ -30,8 +30,6 @@ from trims_shim.patches import (
 )
 from trims_shim.patches.torch_module_move import Sources
 
-SIDE = 256  # SIDE * SIDE float32 are four times what is shared at least
-
 
 @pytest.fixture(params=emulation.BOTH_WAYS)
 def devices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Devices]:
@@ -42,17 +40,10 @@ def devices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     assert "internal_error" not in reasons()
 
 
-class Net(nn.Module):
+class Net(emulation.Net):
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(SIDE, SIDE)
-        self.norm = nn.BatchNorm1d(SIDE)
-        self.second = nn.Linear(SIDE, SIDE, bias=False)
-        self.register_buffer("table", torch.randn(SIDE, SIDE))
         self.second.weight.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.norm(self.first(x)))
 
 
 LARGE_PARAMETERS = ("first.weight", "second.weight")
@@ -292,13 +283,6 @@ def test_other_tensors_that_the_function_moves_are_torchs(
 
 
 def test_tied_parameters_stay_tied(devices: Devices, loaded: Callable[..., Any]) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = nn.Embedding(SIDE, SIDE)
-            self.decoder = nn.Linear(SIDE, SIDE, bias=False)
-            self.decoder.weight = self.encoder.weight
-
     ours, theirs = loaded(Tied)
     ours.to("cuda")
     assert ours.decoder.weight is ours.encoder.weight
