@@ -28,7 +28,7 @@ from typing import Any
 
 from . import shim
 from .observe import Normaliser, Observer
-from .registry import Case, Work, load_topics
+from .registry import Case, Work, begin_in_child, load_topics
 
 __all__ = ["die_with_parent", "main", "run_case"]
 
@@ -99,16 +99,7 @@ def _use_large_pages() -> None:
 
 def _settle() -> None:
     """Wait until the daemon prepares nothing, in a process of its own: cases fork from this one."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            shim.settle(Path(os.environ["TRIMS_SOCKET_DIR"]))
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
+    pid = begin_in_child(lambda: shim.settle(Path(os.environ["TRIMS_SOCKET_DIR"])))
     if os.waitpid(pid, 0)[1] != 0:
         raise RuntimeError("the daemon does not finish its preparations")
 
@@ -124,22 +115,17 @@ def _file_name(name: str) -> str:
 
 def _run_forked(case: Case, directory: Path, is_shimmed: bool) -> dict[str, Any]:
     reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            die_with_parent()
-            os.close(reading)
-            # Own group: what a case leaves behind is killed with it.
-            os.setpgid(0, 0)
-            answer = run_case(case, directory, is_shimmed)
-            with open(writing, "wb") as pipe:
-                pipe.write(json.dumps(answer).encode())
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
+
+    def write_answer() -> None:
+        die_with_parent()
+        os.close(reading)
+        # Own group: what a case leaves behind is killed with it.
+        os.setpgid(0, 0)
+        answer = run_case(case, directory, is_shimmed)
+        with open(writing, "wb") as pipe:
+            pipe.write(json.dumps(answer).encode())
+
+    pid = begin_in_child(write_answer)
     os.close(writing)
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)

@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import unittest
 import warnings
 from collections.abc import Iterator, Sequence
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from . import child, shim
+from .registry import begin_in_child
 
 __all__ = ["Results", "main", "problems", "run_both"]
 
@@ -131,22 +131,15 @@ def _child(request: dict[str, Any]) -> None:
 
 
 def _fork_side(request: dict[str, Any], directory: Path, sockets: str) -> int:
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            child.die_with_parent()
-            directory.mkdir()
-            variables = shim.environment(Path(sockets) if sockets else None, min_bytes="1")
-            os.environ.clear()
-            os.environ.update(variables, ONNX_HOME=str(directory))
-            (directory / "result.json").write_text(json.dumps(_run_side(request, sockets)))
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return pid
+    def run() -> None:
+        child.die_with_parent()
+        directory.mkdir()
+        variables = shim.environment(Path(sockets) if sockets else None, min_bytes="1")
+        os.environ.clear()
+        os.environ.update(variables, ONNX_HOME=str(directory))
+        (directory / "result.json").write_text(json.dumps(_run_side(request, sockets)))
+
+    return begin_in_child(run)
 
 
 def _run_side(request: dict[str, Any], sockets: str) -> Results:

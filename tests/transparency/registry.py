@@ -19,7 +19,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CASES", "TOPICS", "Case", "Work", "attempt", "case", "cases", "declare", "load_topics"]
+__all__ = [
+    "CASES",
+    "TOPICS",
+    "Case",
+    "Work",
+    "attempt",
+    "begin_in_child",
+    "case",
+    "cases",
+    "declare",
+    "load_topics",
+]
 
 TOPICS = tuple(
     sorted(path.stem.removeprefix("cases_") for path in Path(__file__).parent.glob("cases_*.py"))
@@ -102,24 +113,28 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
-def _write_in_child(write: Callable[[Path], object], path: Path) -> None:
-    """Write in a forked process: warnings, random numbers and caches of the first run's writing
-    must not make it observe something else than the second run, which writes nothing.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a fork beside threads, from Python 3.12 on
-        pid = os.fork()
+def begin_in_child(work: Callable[[], object]) -> int:
+    """Fork a process that does ``work`` and ends, with status 1 if it fails; returns its id."""
+    pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                write(path)
+            work()
             status = 0
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(status)
+    return pid
+
+
+def _write_in_child(write: Callable[[Path], object], path: Path) -> None:
+    """Write in a forked process: warnings, random numbers and caches of the first run's writing
+    must not make it observe something else than the second run, which writes nothing.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # also of a fork beside threads, from Python 3.12 on
+        pid = begin_in_child(lambda: write(path))
     if os.waitpid(pid, 0)[1] != 0:
         raise RuntimeError(f"{path.name} could not be written")
 
