@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["bytes_over", "storage_of", "torch_dtype", "torch_form"]
 
+_empty = torch.empty
+"""torch's own: programs replace it while they make a model (accelerate), and then ours fails."""
 _TORCH_DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -73,4 +75,4 @@ def storage_of(arena: Arena) -> torch.UntypedStorage:
 def bytes_over(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return a tensor of bytes over all of a storage."""
     with unseen():
-        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+        return _empty(0, dtype=torch.uint8, device="cpu").set_(storage)
