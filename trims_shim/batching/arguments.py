@@ -47,6 +47,7 @@ _MOST = 1 << 20
 
 
 def objective_ns(slo_ms: float | None) -> int:
+    """A checked objective in nanoseconds; NEVER_NS for None. Raises TypeError, ValueError."""
     if slo_ms is None:
         return NEVER_NS
     limit_ns = span_ns("slo_ms", slo_ms)
@@ -56,6 +57,10 @@ def objective_ns(slo_ms: float | None) -> int:
 
 
 def span_ns(name: str, limit_ms: float) -> int:
+    """A checked span in nanoseconds, perhaps below 0; NEVER_NS for one of many years.
+
+    ``name`` is the option's, for messages. Raises TypeError, ValueError.
+    """
     try:
         is_nan = math.isnan(_no_flag(limit_ms))
     except TypeError:
@@ -154,12 +159,14 @@ def check_name(name: object) -> None:
 
 
 def choice(name: str, value: str, yes: str, no: str) -> bool:
+    """Whether ``value`` is ``yes``. Raises ValueError if it is not ``no`` either."""
     if value not in (yes, no):
         raise ValueError(f"{name} is {value!r}; it is {no!r} or {yes!r}")
     return value == yes
 
 
 def name_of(function: Callable[..., Any]) -> str:
+    """``module.name`` of a function, or of what a partial calls; else that of the type."""
     function = without_partial(function)
     module = getattr(function, "__module__", None)
     name = getattr(function, "__qualname__", type(function).__qualname__)
@@ -191,6 +198,7 @@ def lasting_name(function: Callable[..., Any]) -> str | None:
 def prior_of(
     profile: LatencyProfile | str | os.PathLike[str] | None,
 ) -> LatencyProfile | None:
+    """The profile given, or read from its file. Raises TypeError, OSError, FormatError."""
     if profile is None or isinstance(profile, LatencyProfile):
         return profile
     check_path(profile, "a LatencyProfile")
@@ -198,11 +206,13 @@ def prior_of(
 
 
 def check_path(profile: object, other: str) -> None:
+    """Check what is given as ``profile`` and is not ``other``. Raises TypeError."""
     if not isinstance(profile, str | bytes | os.PathLike):
         raise TypeError(f"profile is {profile!r}; it has to be {other}, or the path of one")
 
 
 def open_store() -> ProfileStore | None:
+    """This user's learned profiles; None where settings cannot be used."""
     try:
         return ProfileStore.of(config.load())
     except ConfigError:
