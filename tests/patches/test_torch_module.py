@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 import torch
 from devices import BOTH_WAYS, let_swap
+from forks import passes_in_child
 from harness import open_descriptors
 from torch import nn
 
@@ -1676,18 +1677,19 @@ def test_fork_after_load(prepare: Callable[..., None]) -> None:
     module, state = weight(), cached(expected)
     prepare(module)
     module.load_state_dict(state)
-    child = os.fork()
-    if child == 0:
+
+    def is_right() -> bool:
         before = elided()  # what is counted is forgotten at a fork, once there is a cache
-        right = bool((module.weight == expected["weight"]).all())
+        assert_equal(module, expected)
         with torch.no_grad():
             module.weight.fill_(1)
         again = weight()
         prepare(again)
         again.load_state_dict(state)
-        right &= bool((again.weight == expected["weight"]).all()) and elided() == before + 1
-        os._exit(0 if right else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert_equal(again, expected)
+        return elided() == before + 1
+
+    assert passes_in_child(is_right)
     assert_equal(module, expected)
 
 
