@@ -16,8 +16,6 @@ from trims_shim.cli.exits import Exit
 
 from .conftest import MODEL_BYTES, Trims
 
-Warmed = Callable[..., Trims]
-
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,6 @@ def write(*names):
         open(os.path.join(request.directory, name), "w").close()
 hashed = duties.SourceHashed({DIGEST!r})
 """
-
-Decide = Callable[[SourceHashed], bool]
 
 
 class Fakes:
