@@ -10,7 +10,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -857,6 +857,54 @@ def test_who_waits_for_requests_of_a_loop_that_is_stopped_is_told() -> None:
     stats = batcher.stats()
     assert (stats.submitted, stats.failed, stats.queued, stats.running) == (2, 2, 0, 0)
     batcher.close(timeout_s=LONG_S)
+
+
+def raised_by(call: Callable[[], object]) -> BaseException:
+    """What a call raises, in a thread that may hang."""
+    raised: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    thread.join(LONG_S)
+    (error,) = raised
+    return error
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_whatever_a_function_raises_that_is_measured(kind: type[BaseException]) -> None:
+    async def fails(items: list[int]) -> list[int]:
+        raise kind("no model")
+
+    batcher = greedy(fails)
+    expected = BatchingError if kind is asyncio.CancelledError else kind
+    assert all(isinstance(raised_by(lambda: batcher.warm(1)), expected) for _ in range(2))
+    batcher.close(timeout_s=LONG_S)
+
+
+def test_closing_while_an_asynchronous_function_is_measured() -> None:
+    has_begun = threading.Event()
+
+    async def sleeps(items: list[int]) -> list[int]:
+        has_begun.set()
+        await asyncio.sleep(LONG_S)
+        return items
+
+    batcher = greedy(sleeps)
+
+    def close() -> None:
+        has_begun.wait(LONG_S)
+        batcher.close(timeout_s=LONG_S)
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    assert "has ended" in str(raised_by(lambda: batcher.warm(1)))
+    closing.join()
 
 
 def test_who_asks_a_loop_that_has_just_ended_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

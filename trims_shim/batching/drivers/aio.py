@@ -24,7 +24,14 @@ from trims_shim.batching.drivers.dispatch import Dispatch
 from trims_shim.batching.drivers.functions import BatchFunction
 from trims_shim.batching.drivers.jobs import Job
 from trims_shim.batching.drivers.options import Options
-from trims_shim.batching.drivers.replies import Entry, Failure, Reply, Seat, deliver
+from trims_shim.batching.drivers.replies import (
+    BatchFuture,
+    Entry,
+    Failure,
+    Reply,
+    Seat,
+    deliver,
+)
 from trims_shim.batching.drivers.streams import END, StreamReply
 from trims_shim.batching.drivers.threads import JOIN_S
 from trims_shim.batching.protocol import Request
@@ -193,6 +200,8 @@ class LoopDispatch(Dispatch):
         self._tasks: set[asyncio.Task[None]] = set()
         """Of batches that run. A forked child keeps the parent's: a task that is gone ends the
         user's code."""
+        self._direct: set[BatchFuture[list[Any]]] = set()
+        """The results of :meth:`run_now` that threads wait for."""
         super().__init__(function, options)
 
     def _set_up(self) -> None:
@@ -225,6 +234,8 @@ class LoopDispatch(Dispatch):
         with self._lock:
             self._end_all()
         super().settle()
+        for done in self._direct.copy():
+            done.fail(self._closed())
 
     def _closed(self) -> BatchingError:
         if self.is_lost:
@@ -241,9 +252,36 @@ class LoopDispatch(Dispatch):
         return self.loop.is_running()
 
     def run_now(self, entries: list[Entry]) -> list[Any]:
-        """Run entries without the policy, and wait for the results. Not on the loop."""
+        """Run entries without the policy, and wait for the results. Not on the loop.
+
+        Raises what the function raises and is no Exception, and BatchingError if the loop ends.
+        """
         self.check_may_wait()
-        return asyncio.run_coroutine_threadsafe(self.function.arun(entries), self.loop).result()
+        done: BatchFuture[list[Any]] = BatchFuture()
+        self._direct.add(done)
+        try:
+            self.loop.call_soon_threadsafe(self._start_now, entries, done)
+        except RuntimeError:
+            done.fail(self._closed())
+        try:
+            return done.result()
+        finally:
+            self._direct.discard(done)
+            del done  # it may have an error, whose traceback has this frame
+
+    def _start_now(self, entries: list[Entry], done: BatchFuture[list[Any]]) -> None:
+        task = self.loop.create_task(self._run_now(entries, done))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run_now(self, entries: list[Entry], done: BatchFuture[list[Any]]) -> None:
+        try:
+            done.answer(await self.function.arun(entries))
+        except asyncio.CancelledError:
+            done.fail(self._cancelled())
+            raise
+        except BaseException as error:
+            done.fail(error)  # its caller raises it; here it might end the loop
 
     async def call_nested(self, entry: Entry) -> Any:
         """Run a request from inside a batch alone, here and now: it cannot wait for that batch."""
