@@ -660,6 +660,12 @@ class Batcher(Generic[Item, Result, Piece]):
                 f"{self.name} is asynchronous and was called on a running event loop, which it "
                 f"would stop: `await {self.name}.aio(...)`"
             )
+        own = self._engine.own_loop()
+        if own.is_running_here():
+            answer: Result = own.wait_nested(
+                self._request(args, BlockedCall(), deadline_ms, priority).payload
+            )
+            return answer
         future = self.submit(*args, deadline_ms=deadline_ms, priority=priority)
         try:
             return future.result()

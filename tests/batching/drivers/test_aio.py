@@ -623,6 +623,26 @@ def test_a_thread_that_a_batch_waits_for_does_not_wait_for_the_batch() -> None:
     batcher.close()
 
 
+def test_a_thread_that_a_batch_waits_for_asks_the_same_batcher() -> None:
+    """In the batcher's own loop, where its answer would come after the batch."""
+
+    async def asks(items: list[Any]) -> list[Any]:
+        return [await asyncio.to_thread(*item) if type(item) is tuple else item for item in items]
+
+    batcher = greedy(asks, collate="list")
+    assert batcher.submit((batcher, (batcher, 1))).result(LONG_S) == 1
+    for wait in (
+        lambda: batcher.submit(1).result(LONG_S),
+        lambda: list(batcher.map([1])),
+        lambda: next(batcher.stream(1)),
+    ):
+        error = batcher.submit((wait,)).exception(LONG_S)
+        assert isinstance(error, RuntimeError)
+        assert "call the batcher itself" in str(error)
+    assert isinstance(batcher.submit((batcher, (int, "x"))).exception(LONG_S), ValueError)
+    batcher.close(timeout_s=LONG_S)
+
+
 def test_batches_that_ask_each_other_by_turns() -> None:
     """The one in the middle was begun within the outer one, which waits for it."""
 

@@ -26,6 +26,7 @@ from trims_shim.batching.drivers.jobs import Job
 from trims_shim.batching.drivers.options import Options
 from trims_shim.batching.drivers.replies import (
     BatchFuture,
+    BlockedCall,
     Entry,
     Failure,
     Reply,
@@ -256,7 +257,7 @@ class LoopDispatch(Dispatch):
 
         Raises what the function raises and is no Exception, and BatchingError if the loop ends.
         """
-        self.check_may_wait()
+        self._check_not_on_loop()
         done: BatchFuture[list[Any]] = BatchFuture()
         self._direct.add(done)
         try:
@@ -293,12 +294,28 @@ class LoopDispatch(Dispatch):
         finally:
             del future, result  # they may have the error, whose traceback has this frame
 
+    def wait_nested(self, entry: Entry) -> Any:
+        """As :meth:`call_nested`, in a thread that the batch may wait for. Blocks."""
+        (result,) = self.run_now([entry])
+        reply = BlockedCall()
+        deliver(reply, result)
+        del result  # it may have the error, whose traceback will have this frame
+        return reply.take()
+
     def is_running_here(self) -> bool:
         """See :class:`Dispatch`. Tasks that a batch leaves behind are not inside it any more."""
         return any(reference() in self._jobs for reference in _running.get())
 
     def check_may_wait(self) -> None:
         """See :class:`Dispatch`."""
+        self._check_not_on_loop()
+        if self.is_running_here():
+            raise RuntimeError(
+                f"{self.function.name}: a batch cannot wait for its own end, and it may wait for "
+                "this thread; call the batcher itself, which then runs the item at once"
+            )
+
+    def _check_not_on_loop(self) -> None:
         if asyncio._get_running_loop() is self.loop:
             raise RuntimeError(
                 f"{self.function.name}: waiting here would stop the event loop on which the batch "
