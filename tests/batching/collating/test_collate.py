@@ -278,7 +278,10 @@ def test_stacking_converts_numbers() -> None:
     assert not share_batch(1, 1.0, spec="stack")
 
 
-@pytest.mark.parametrize("item", [object(), [[1], [1, 2]], None])
+MASKED = np.ma.masked_array([1, 2], mask=[True, False])
+
+
+@pytest.mark.parametrize("item", [object(), [[1], [1, 2]], None, MASKED, {"a": MASKED}])
 def test_stacking_refuses_what_it_cannot_stack(item: Any) -> None:
     with pytest.raises(TypeError, match="cannot be stacked"):
         collate_of("stack").key(item)

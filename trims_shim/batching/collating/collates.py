@@ -53,6 +53,8 @@ class Stacking(Listing):
         library = library_of(item)
         if library is not None and (signature := library.signature(item)) is not None:
             return signature, tuple(item.shape)
+        if library is not None and self._converts:
+            raise _refusal(item)  # conversion would lose a mask, or a unit
         parts = parts_of(item)
         if parts is not None:
             return type(item), frozenset((name, self.key(part)) for name, part in parts.items())
@@ -302,11 +304,15 @@ def _as_array(item: Any) -> Any:
     except ValueError:
         array = None  # rows of different lengths
     if array is None or array.dtype.kind == "O":
-        raise TypeError(
-            f"a {type(item).__name__} cannot be stacked; with collate='auto' the function gets a "
-            "list of what is no array"
-        )
+        raise _refusal(item)
     return array
+
+
+def _refusal(item: Any) -> TypeError:
+    return TypeError(
+        f"a {type(item).__name__} cannot be stacked; with collate='auto' the function gets a list "
+        "of such items"
+    )
 
 
 def _stacked(items: Sequence[Any]) -> Any:
