@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -125,6 +126,9 @@ class Awaited:
         (functools.partial(coroutine), True, False),
         (functools.partial(Awaited()), True, False),
         (Awaited().__call__, True, False),
+        (AsyncMock(), True, False),
+        (functools.partial(AsyncMock()), True, False),
+        (Mock(), False, False),
         (len, False, False),
     ],
 )

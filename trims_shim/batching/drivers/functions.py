@@ -47,7 +47,10 @@ class BatchFunction:
         self.name = name
         self.is_generator = inspect.isgeneratorfunction(_plain(function))
         self.is_async_generator = inspect.isasyncgenfunction(_plain(function))
-        self.is_async = self.is_async_generator or inspect.iscoroutinefunction(_plain(function))
+        # An object may also be marked itself (inspect.markcoroutinefunction, mock.AsyncMock).
+        self.is_async = self.is_async_generator or any(
+            map(inspect.iscoroutinefunction, (function, _plain(function)))
+        )
         self._columns_of = functools.partial(
             columns, collate, batch_sizes=batch_sizes, by_length=by_length
         )
