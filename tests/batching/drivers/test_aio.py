@@ -923,7 +923,7 @@ def test_closing_while_an_asynchronous_function_is_measured() -> None:
 
     closing = threading.Thread(target=close)
     closing.start()
-    assert "has ended" in str(raised_by(lambda: batcher.warm(1)))
+    assert isinstance(raised_by(lambda: batcher.warm(1)), BatchingError)
     closing.join()
 
 
@@ -943,6 +943,41 @@ def test_the_batchers_own_loop_is_gone_with_it() -> None:
     before = set(threading.enumerate())
     assert greedy(adouble)(1) == 2
     wait_until(lambda: set(threading.enumerate()) <= before, "the end of its thread")
+
+
+def test_what_batches_left_behind_in_the_batchers_own_loop_cleans_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = set(threading.enumerate())
+    cleaned: list[str] = []
+    left: list[Any] = []
+
+    async def pieces() -> AsyncGenerator[int, None]:
+        try:
+            yield 0
+        finally:
+            await asyncio.sleep(0)
+            cleaned.append("generator")
+
+    async def background() -> None:
+        try:
+            await asyncio.sleep(LONG_S)
+        finally:
+            await asyncio.sleep(0)
+            cleaned.append("task")
+
+    async def leaves(items: list[int]) -> list[int]:
+        left.extend((pieces(), asyncio.create_task(background())))
+        await asyncio.sleep(0)
+        return [await anext(left[0])] * len(items)
+
+    with greedy(leaves) as batcher:
+        assert batcher(1) == 0
+    wait_until(lambda: set(threading.enumerate()) <= before, "the end of its thread")
+    left.clear()
+    gc.collect()
+    assert sorted(cleaned) == ["generator", "task"]
+    assert not caplog.records
 
 
 def test_a_finalizer_that_asks_while_the_batchers_own_loop_is_made(

@@ -10,6 +10,7 @@ Callers without a loop share one that runs in a thread of the batcher.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 import sys
@@ -201,8 +202,8 @@ class LoopDispatch(Dispatch):
         self._tasks: set[asyncio.Task[None]] = set()
         """Of batches that run. A forked child keeps the parent's: a task that is gone ends the
         user's code."""
-        self._direct: set[BatchFuture[list[Any]]] = set()
-        """The results of :meth:`run_now` that threads wait for."""
+        self._direct: dict[BatchFuture[list[Any]], asyncio.Task[None] | None] = {}
+        """The results of :meth:`run_now` that threads wait for, and their tasks."""
         super().__init__(function, options)
 
     def _set_up(self) -> None:
@@ -235,8 +236,9 @@ class LoopDispatch(Dispatch):
         with self._lock:
             self._end_all()
         super().settle()
-        for done in self._direct.copy():
+        for done in list(self._direct):
             done.fail(self._closed())
+            self._direct.pop(done, None)
 
     def _closed(self) -> BatchingError:
         if self.is_lost:
@@ -259,21 +261,19 @@ class LoopDispatch(Dispatch):
         """
         self._check_not_on_loop()
         done: BatchFuture[list[Any]] = BatchFuture()
-        self._direct.add(done)
+        self._direct[done] = None
         try:
             self.loop.call_soon_threadsafe(self._start_now, entries, done)
         except RuntimeError:
-            done.fail(self._closed())
+            self.lose()
         try:
             return done.result()
         finally:
-            self._direct.discard(done)
             del done  # it may have an error, whose traceback has this frame
 
     def _start_now(self, entries: list[Entry], done: BatchFuture[list[Any]]) -> None:
-        task = self.loop.create_task(self._run_now(entries, done))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task = self._direct[done] = self.loop.create_task(self._run_now(entries, done))
+        task.add_done_callback(lambda _: self._direct.pop(done, None))
 
     async def _run_now(self, entries: list[Entry], done: BatchFuture[list[Any]]) -> None:
         try:
@@ -502,8 +502,26 @@ def _run_loop(loop: asyncio.AbstractEventLoop, dispatch_ref: weakref.ref[LoopDis
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
+        _tidy_up(loop, dispatch_ref)
     finally:
         loop.close()
         # Users' code may have stopped it while requests were open.
         if (dispatch := dispatch_ref()) is not None:
             dispatch.lose()
+
+
+def _tidy_up(loop: asyncio.AbstractEventLoop, dispatch_ref: weakref.ref[LoopDispatch]) -> None:
+    """As ``asyncio.run`` ends: tasks and generators that batches left behind may clean up.
+
+    For at most :data:`JOIN_S` each. Batches that still run are failed afterwards.
+    """
+    left = asyncio.all_tasks(loop)
+    if (dispatch := dispatch_ref()) is not None:
+        left -= dispatch._tasks
+    del dispatch
+    for task in left:
+        task.cancel()
+    if left:
+        loop.run_until_complete(asyncio.wait(left, timeout=JOIN_S))
+    with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+        loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), JOIN_S))
