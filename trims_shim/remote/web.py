@@ -39,8 +39,7 @@ __all__ = ["WebFiles"]
 
 _PATIENCE_S = 30.0
 """Without a byte; then the server is asked once more, or given up."""
-_CHUNK_BYTES = 1 << 16
-"""Less than this is lost of what came before a connection was reset, or nothing came any more."""
+_CHUNK_BYTES = 1 << 20
 _PAGE_LIMIT_BYTES = 4 << 20
 _FOLDER_LIMIT = 2000
 _BUSY = (429, 503)
@@ -99,7 +98,8 @@ class WebFiles:
                 raise RemoteUnreachable(
                     f"{shown(file.place)}: the server answered with other bytes than were asked for"
                 )
-            while piece := response.read(_CHUNK_BYTES):
+            # read() would lose what had come when the connection is reset, or nothing more comes.
+            while piece := response.read1(_CHUNK_BYTES):
                 yield piece
             # Python does not tell a connection that ends early from the end of the file.
             if file.size_bytes is None and not _is_whole(response):
