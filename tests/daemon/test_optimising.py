@@ -19,6 +19,7 @@ from prepare_requests import prepare, recipe
 from trims_shim.daemon.preparer import main as preparer
 from trims_shim.daemon.preparer import optimising
 from trims_shim.daemon.preparer.optimising import Sessions
+from trims_shim.errors import FormatError
 from trims_shim.wire.duties import PrepareReply
 
 
@@ -181,6 +182,20 @@ class TestLimits:
         monkeypatch.setattr(optimising, "_WRITE_BYTES", 1 << 60)
         reply = prepare(model, directory)
         assert (reply.reason, reply.is_lasting) == ("disk_full", False)
+
+    def test_a_disk_with_room_is_not_to_blame(
+        self, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What onnxruntime saved has another form than it had in any version that is known."""
+
+        def unknown(*_: Any, **__: Any) -> None:
+            raise FormatError("a field of another kind")
+
+        monkeypatch.setattr(optimising, "relayout", unknown)
+        monkeypatch.setattr(optimising, "_is_full", lambda directory: False)
+        reply = prepare(model, directory)
+        assert (reply.reason, reply.is_lasting) == ("not_relaid", True)
+        assert os.listdir(directory) == []
 
     def test_a_file_that_is_as_long_as_it_may_be(
         self, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,6 +22,7 @@ from prepare_requests import Daemon, opened, prepare, request
 
 from trims_shim.daemon.preparer import main as preparer
 from trims_shim.daemon.preparer.fingerprints import fingerprint
+from trims_shim.daemon.preparer.installation import Installation
 from trims_shim.daemon.preparer.optimising import Sessions
 from trims_shim.errors import MessageTooLarge, WireError
 from trims_shim.formats.onnx import read_model
@@ -209,6 +210,22 @@ class TestRefusals:
         for fields in ({"runtime": "onnxruntime 1.0"}, {"build": "x"}, {"package": "/x"}):
             reply = prepare(model, directory, **fields)
             assert (reply.reason, reply.is_lasting) == ("other_onnxruntime", False)
+
+    def test_an_onnxruntime_that_cannot_be_imported(
+        self, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It may be half installed: the model is not to blame."""
+
+        def broken() -> Installation:
+            raise ImportError("libonnxruntime.so is missing")
+
+        asked = request(model, directory)
+        monkeypatch.setattr(preparer, "installation", broken)
+        with opened(model) as source:
+            reply = preparer.prepare(asked._replace(source=source), Daemon())
+        assert reply is not None
+        assert (reply.reason, reply.is_lasting) == ("not_importable", False)
+        assert f"{asked.package}: ImportError: libonnxruntime.so is missing" in reply.message
 
     def test_another_protocol(self, model: Path, directory: Path) -> None:
         reply = prepare(model, directory, protocol=messages.PROTOCOL_VERSION + 1)
