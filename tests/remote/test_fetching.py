@@ -465,6 +465,15 @@ def test_a_copy_that_was_damaged_is_replaced(web: WebServer) -> None:
     assert read(trims_shim.fetch(url)) == CONTENT
 
 
+def test_a_folder_that_lacks_a_file_is_replaced(web: WebServer) -> None:
+    url = web.put("bert/", b'<a href="config.json">x</a><a href="model.bin">x</a>')
+    web.put("bert/config.json", b"{}")
+    web.put("bert/model.bin", CONTENT)
+    path = Path(trims_shim.fetch(url))
+    (path / "model.bin").unlink()
+    assert (Path(trims_shim.fetch(url)) / "model.bin").read_bytes() == CONTENT
+
+
 def test_a_checked_copy_that_was_damaged_is_replaced(web: WebServer) -> None:
     url = web.put("vit.pt", CONTENT)
     path = trims_shim.fetch(url, digest=digest_of(CONTENT))
