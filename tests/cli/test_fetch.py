@@ -85,7 +85,7 @@ def test_fetch_with_a_digest(trims: Trims, store: str) -> None:
         ("a/b.pt",),
         ("http://[::1/x",),
         (f"{store}/vit.pt", "--digest", "12"),
-        ("x://a", "y://b", digest),
+        ("x://a", "y://b", "--digest", digest),
     ):
         assert trims("fetch", *words).returncode == Exit.USAGE
 
