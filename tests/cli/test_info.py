@@ -11,7 +11,13 @@ import pytest
 from trims_shim import config, inspection, patches
 from trims_shim.cli import info
 from trims_shim.cli.exits import Exit
-from trims_shim.inspection import DaemonStatus, Description, DeviceFound, DeviceSupport
+from trims_shim.inspection import (
+    DaemonStatus,
+    Description,
+    DeviceFound,
+    DeviceSupport,
+    WrapperChain,
+)
 
 from .conftest import Trims
 
@@ -116,6 +122,31 @@ def test_the_verdict_on_device_memory() -> None:
         assert [line.split("  ")[-1].strip() for line in lines if "device mem" in line] == [
             expected
         ]
+
+
+def test_what_it_says_of_a_device() -> None:
+    device = DeviceFound(3, "GPU-0", "NVIDIA H200", 2 << 30, True, 1 << 30)
+    assert info._found(device) == "NVIDIA H200, 2.0 GiB, 1.0 GiB free, GPU-0"
+    unknown = info._found(replace(device, free_bytes=-1, can_export=False))
+    assert unknown == "NVIDIA H200, 2.0 GiB, free: ?, GPU-0; cannot export memory (backend vmm)"
+
+
+def test_functions_that_are_wrapped_are_listed_and_no_others() -> None:
+    chains = WrapperChain("torch:load", ("a.py:1", "b.py:2")), WrapperChain("torch:save", ("c:3",))
+    found = info._sections(replace(inspection.look(), wrappers=chains))
+    text = "wrapped functions, outermost first\n  torch:load\n    a.py:1\n    b.py:2"
+    assert text in found
+    assert not any("torch:save" in section for section in found)
+
+
+def test_a_limit_below_the_memory_of_the_machine_is_told_of() -> None:
+    found = inspection.look()
+    for physical, expected in (
+        (1, "1.0 GiB"),
+        (2, "1.0 GiB (cgroup limit; the machine has 2.0 GiB)"),
+    ):
+        limits = replace(found.limits, memory_bytes=1 << 30, physical_memory_bytes=physical << 30)
+        assert info._limits(replace(found, limits=limits)).endswith(f"  {expected}")
 
 
 def test_info_with_settings_that_cannot_be_used(trims: Trims) -> None:
