@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
@@ -70,6 +71,15 @@ def test_it_draws_until_ctrl_c(
 
 def test_it_draws_once_if_told_to(live: Callable[..., Exit]) -> None:
     assert live(status(0), options=["--once"]) == Exit.OK
+
+
+def test_it_prints_data_if_told_to(
+    live: Callable[..., Exit], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What ``trims status --json`` prints."""
+    assert live(status(0, pid=7), options=["--json"]) == Exit.OK
+    found = json.loads(capsys.readouterr().out)
+    assert (found["pid"], found["running"], found["opens"]["hits"]) == (7, True, 0)
 
 
 def test_it_ends_with_the_daemon(
