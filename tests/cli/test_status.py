@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from trims_shim.cli import text
+from trims_shim.cli import status, text
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
 from trims_shim.wire import handover, messages
+from trims_shim.wire.admin import GetStatusReply, ImageStatus, MemoryStatus
 
 from .conftest import MODEL_BYTES, Trims
 
@@ -53,6 +54,22 @@ def test_lines_of_many_reasons_fit_a_terminal(warmed: Trims) -> None:
     assert [line for line in lines if len(line) > 80 and "/" not in line] == []
     begin = next(number for number, line in enumerate(lines) if line.startswith("fallbacks "))
     assert lines[begin + 1].startswith(" " * 10 + "a_reason_")
+
+
+@pytest.mark.parametrize(("count", "more"), [(20, ""), (21, "... 1 more: `trims ls`\n")])
+def test_the_images_used_last_are_shown(
+    count: int, more: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = ImageStatus("", 1, 1, 0, False, 0, 0, 0, 1, ())
+    images = tuple(image._replace(digest=f"{number:02}" * 32) for number in range(count))
+    memory = MemoryStatus("memfd", "", 1 << 20, 0, 0, 0)
+    reply = GetStatusReply("1.0", 3, 7, 0, 0, 0.0, "", memory, images, (), {})
+    monkeypatch.setattr(status, "ask", lambda: reply)
+    assert main(["status"]) == Exit.OK
+    shown = capsys.readouterr().out
+    assert sum(f"{number:02}" * 6 in shown for number in range(count)) == 20
+    assert shown.endswith(f"{more}\n0 clients\n")
+    assert ("trims ls" in shown) == bool(more)
 
 
 def test_what_clients_say_of_themselves_steers_no_terminal(warmed: Trims) -> None:
