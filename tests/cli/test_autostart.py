@@ -50,6 +50,26 @@ def test_directory_that_cannot_be_written(
         assert "cannot be written" in capsys.readouterr().err
 
 
+def test_what_is_no_file_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / FILE_NAME).mkdir()
+    for action, problem in (("install", "cannot be written"), ("remove", "cannot be removed")):
+        assert main(["autostart", action, "--site-packages", str(tmp_path)]) == Exit.FAILED
+        assert problem in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+
+
+def test_it_is_said_whether_it_is_installed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for action, said in (
+        ("status", "not installed"),
+        ("install", "programs of this Python use the cache when TRIMS_ENABLED=1 is set"),
+        ("remove", "not installed"),
+    ):
+        assert main(["autostart", action, "--site-packages", str(tmp_path)]) == Exit.OK
+        assert said in capsys.readouterr().out
+
+
 def test_an_empty_directory_is_not_this_interpreters(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
