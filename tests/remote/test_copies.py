@@ -11,7 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -646,6 +646,24 @@ def test_half_a_copy_has_no_name(
     assert copies.use("k-1") == ""
     monkeypatch.undo()
     assert copies.evict(left)
+
+
+def test_a_copy_that_goes_while_it_is_counted(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process evicts it; those beside it are counted all the same."""
+    keep(copies, "k-1")
+    path = str(keep(copies, "k-2"))
+    walk = os.walk
+
+    def going(top: str) -> Iterator[Any]:
+        for each in walk(top):
+            if top == path:
+                shutil.rmtree(path)
+            yield each
+
+    monkeypatch.setattr(os, "walk", going)
+    assert {each.name: each.size_bytes for each in copies.copies()} == {"k-1": 100, "k-2": 0}
 
 
 def test_copies_without_a_directory(home: Path) -> None:
