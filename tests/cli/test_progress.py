@@ -56,3 +56,18 @@ def test_a_message_is_whole_however_narrow_the_terminal(
         "[1/1] https://example.org/model.pt: not reachable: Connection refused\n"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("is_quiet", [False, True])
+def test_who_waits_says_so_once_for_each_file(
+    is_quiet: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Progress([1, 1], is_quiet=is_quiet) as progress:
+        for number in (1, 2):
+            progress.begin(f"{number}.onnx")
+            for _ in range(3):
+                progress.wait("being prepared")
+            line = "" if is_quiet else f"[{number}/2] {number}.onnx: being prepared ...\n"
+            assert capsys.readouterr().err == line
+            progress.end("prepared", error="", note="")
+            capsys.readouterr()

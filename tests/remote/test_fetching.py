@@ -177,7 +177,7 @@ def test_processes_that_ask_at_once_wait_for_one(
     web: WebServer, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
     gate = threading.Event()
-    url = web.put("vit.pt", CONTENT, gate=gate)
+    url = web.put("vit.pt", CONTENT, gate=gate) + "?X-Amz-Signature=secret"
     processes = [start(url) for _ in range(4)]
     wait_until(lambda: web.asked["look"] == 4 and web.asked["body"] == 1)
     gate.set()
@@ -186,6 +186,7 @@ def test_processes_that_ask_at_once_wait_for_one(
     waited = [error.count("is being downloaded by another process") for _, error in said]
     assert sorted(waited)[0] == 0
     assert set(waited) <= {0, 1}, "it is said once"
+    assert not any("secret" in error for _, error in said)
     assert web.asked["body"] == 1
 
 
@@ -748,6 +749,26 @@ def test_a_folder_has_no_digest(web: WebServer) -> None:
     web.put("bert/a", CONTENT)
     with pytest.raises(ConfigError, match="a digest is of one file"):
         trims_shim.fetch(url, digest=digest_of(CONTENT))
+
+
+def test_no_message_has_the_signature_of_a_url(
+    web: WebServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    web.put("plain.pt", CONTENT, tag="")
+    web.put("bert/", b'<a href="a">a</a>')
+    web.put("bert/a", CONTENT)
+    web.put("busy.pt", CONTENT, changes_to=[os.urandom(10 + n) for n in range(9)])
+    messages = []
+    for name, digest in (("plain.pt", OTHER), ("bert/", CONTENT), ("busy.pt", None)):
+        url = web.url(name) + "?X-Amz-Signature=secret"
+        with pytest.raises((ConfigError, RemoteError)) as raised:
+            trims_shim.fetch(url, digest=digest and digest_of(digest))
+        messages.append(str(raised.value))
+    told = caplog.text + "".join(messages)
+    for text in ("neither ETag", "downloading", "its digest is", "is a folder", "changes while"):
+        assert text in told
+    assert "secret" not in told
 
 
 # --- room -----------------------------------------------------------------------------------------
