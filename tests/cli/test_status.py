@@ -213,8 +213,11 @@ def test_text() -> None:
         "200 MiB",
         "5120 TiB",
     ]
-    seconds = (59, 60, 3700, 90000)
-    assert [text.duration(s) for s in seconds] == ["59 s", "1 min", "1 h 1 min", "1 d 1 h"]
+    assert [text.counted(n, "miss") for n in range(3)] == ["0 misses", "1 miss", "2 misses"]
+    assert [text.counted(n, "hit") for n in range(3)] == ["0 hits", "1 hit", "2 hits"]
+    expected = {-1: "0 s", 59: "59 s", 60: "1 min", 3599: "59 min", 3600: "1 h 0 min"}
+    expected |= {3700: "1 h 1 min", 86399: "23 h 59 min", 86400: "1 d 0 h", 90000: "1 d 1 h"}
+    assert {seconds: text.duration(seconds) for seconds in expected} == expected
     assert text.behind_name("a.pt: it is", "a.pt", "/a.pt") == "it is"
     assert text.behind_name("/a.pt has 0 bytes", "a.pt", "/a.pt") == "has 0 bytes"
     assert text.behind_name("a.pth: it is", "a.pt") == "a.pth: it is"
