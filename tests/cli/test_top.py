@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from rich.console import Console
 
 from trims_shim.cli import top
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
 from trims_shim.errors import DaemonUnavailable
-from trims_shim.wire.admin import GetStatusReply, MemoryStatus
+from trims_shim.wire.admin import GetStatusReply, ImageStatus, MemoryStatus, PreparedStatus
 
 S = 1_000_000_000
 
@@ -37,6 +39,24 @@ def test_there_are_no_rates_without_an_earlier_picture_of_the_same_daemon(
     before: GetStatusReply | None,
 ) -> None:
     assert "hits/s" not in drawn(status(14 * S, open_hit=5), before)
+
+
+@pytest.mark.parametrize(
+    ("images", "prepared", "shown"),
+    [(1, 30, (1, 9)), (30, 1, (9, 1)), (30, 30, (3, 6)), (30, 0, (14, 0))],
+)
+def test_the_tables_fill_a_terminal_and_no_more(
+    images: int, prepared: int, shown: tuple[int, int]
+) -> None:
+    """A short one leaves its room to the other; else, the one that is drawn first is short."""
+    image = ImageStatus("ab" * 32, 1, 1, 0, False, 0, 0, 0, 1, ("/m.pt",))
+    model = PreparedStatus("cd" * 32, "ready", 1, 0, 0, 0, 1, ("/m.onnx",), "1.22")
+    now = status(0)._replace(images=(image,) * images, prepared=(model,) * prepared)
+    picture = io.StringIO()
+    Console(file=picture, width=200).print(top._draw(now, None, 200, 24))
+    lines = picture.getvalue().splitlines()
+    assert len(lines) == 24
+    assert tuple(sum(name in line for line in lines) for name in ("/m.pt", "/m.onnx")) == shown
 
 
 @pytest.fixture
