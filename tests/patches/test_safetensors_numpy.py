@@ -13,6 +13,8 @@ import safetensors
 import safetensors.numpy as library
 
 from trims_shim import diagnostics, patches
+from trims_shim.client.cache import Cache
+from trims_shim.errors import DaemonUnavailable
 from trims_shim.patches import points, safetensors_numpy
 from trims_shim.testing import FakeDaemon
 
@@ -131,3 +133,31 @@ def test_where_the_program_forbids_our_look_at_the_file(
         forbidding.setattr("trims_shim.patches.asking.os.open", forbid)
         assert list(library.load_file(path)["w"]) == list(range(9))
     assert daemon.reads(path) == 0
+
+
+def test_where_the_cache_fails_the_library_loads(
+    daemon: FakeDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With TRIMS_STRICT, what nobody expects is raised."""
+    path = saved(tmp_path, w=numpy.arange(9))
+    errors: list[Exception] = []
+
+    def fail(*_: object, **__: object) -> Any:
+        raise errors[0]
+
+    def counted(error: Exception) -> int:
+        """Fallbacks of one load, which serves what it should."""
+        errors[:] = [error]
+        before = diagnostics.stats().fallbacks
+        assert list(library.load_file(path)["w"]) == list(range(9))
+        after = diagnostics.stats().fallbacks
+        assert sum(after.values()) == sum(before.values()) + 1
+        reason = diagnostics.reason_of(error)
+        return after[reason] - before.get(reason, 0)
+
+    monkeypatch.setattr(Cache, "open", fail)
+    assert counted(DaemonUnavailable("gone")) == 1
+    with pytest.raises(RuntimeError, match="a fault"):
+        counted(RuntimeError("a fault"))
+    with FakeDaemon(strict="0"):
+        assert counted(RuntimeError("a fault")) == 1
