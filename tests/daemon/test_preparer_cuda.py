@@ -228,6 +228,35 @@ class TestWithoutCuda:
         assert listed(tmp_path) == {}
 
 
+class TestLibraries:
+    def test_they_are_loaded_before_a_session_is_made(self) -> None:
+        loaded = []
+
+        class Loading(HostSessions):
+            def prepare_libraries(self) -> None:
+                loaded.append(self.index)
+
+        Loading(recipe())
+        assert loaded == [0]
+
+    def test_what_is_not_found_is_not_printed(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """And onnxruntime before 1.21 does not look for them."""
+        sessions, called = HostSessions(recipe()), []
+
+        def preload() -> None:
+            called.append(1)
+            print("Failed to load libcudnn.so")
+
+        monkeypatch.setattr(onnxruntime, "preload_dlls", preload, raising=False)
+        CudaSessions.prepare_libraries(sessions)
+        monkeypatch.delattr(onnxruntime, "preload_dlls")
+        CudaSessions.prepare_libraries(sessions)
+        assert called == [1]
+        assert capsys.readouterr().out == ""
+
+
 class TestDevices:
     """A recipe names a device by its id; onnxruntime by its number here."""
 
