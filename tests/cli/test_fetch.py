@@ -61,8 +61,10 @@ def test_no_secret_of_a_url_is_repeated(trims: Trims) -> None:
     signed = "http://127.0.0.1:1/x/?X-Amz-Signature=secret"
     done = trims("fetch", "--json", signed, "no-store://me:secret@host/x")
     assert done.returncode == Exit.FAILED
-    urls = [each["url"] for each in json.loads(done.stdout)]
+    found = json.loads(done.stdout)
+    urls = [each["url"] for each in found]
     assert urls == ["http://127.0.0.1:1/x/", "no-store://me@host/x"]
+    assert not any(each["error"].startswith(each["url"]) for each in found), "it is said once"
     assert "secret" not in done.stdout + done.stderr
 
 
@@ -101,6 +103,14 @@ def test_an_error_of_another_file_names_it(
     monkeypatch.setattr(fetching, "fetch", fail)
     (failed,) = fetch_all(["s3://b/vit.pt"], is_quiet=True)
     assert failed.error == "File too large (/cache/\\x1bc/remote)"
+
+
+@pytest.mark.parametrize("is_quiet", [False, True])
+def test_an_error_is_said_once(is_quiet: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    (failed,) = fetch_all(["no-store://host/vit.pt"], is_quiet=is_quiet)
+    begin = "trims:" if is_quiet else "[1/1]"
+    said = f"{begin} no-store://host/vit.pt: {failed.error}\n"
+    assert capsys.readouterr() == ("", said)
 
 
 def test_warm_fetches_first(new_trims: Callable[[], Trims], store: str) -> None:

@@ -19,6 +19,7 @@ from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
 from trims_shim.printable import printable
 from trims_shim.wire import handover, messages
+from trims_shim.wire.admin import PreparedStatus, PreparedStorage
 
 from .conftest import LIMIT_S, MODEL_BYTES, Trims
 from .test_devices import FIRST, GIB, SECOND, WITH_DEVICES
@@ -47,6 +48,8 @@ def test_what_is_printed_of_a_daemon(warmed: Trims) -> None:
     assert found["trims_cache_opens_total{miss}"] == 1
     assert found["trims_cache_image_moves_total{loaded}"] == 1
     assert found["trims_cache_shared_bytes_total"] == MODEL_BYTES
+    assert found["trims_cache_errors_total"] == 0
+    assert [found[name] for name in found if name.startswith("trims_cache_info{")] == [1]
     assert "bert.safetensors" not in done.stdout
 
 
@@ -146,6 +149,23 @@ def test_devices_are_tiers(
     assert found["trims_cache_image_moves_total{demoted}"] == 3
     unknown = {"trims_cache_lingering_bytes", "trims_cache_device_free_bytes"}
     assert not {name for name in found if name.split("{")[0] in unknown and SECOND in name}
+
+
+def test_prepared_models_are_a_tier_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = PreparedStatus("cd" * 32, "ready", 1, 0, 0, 0, 1, (), "1.22")
+    reply = WITH_DEVICES._replace(
+        prepared=(model, model, model._replace(state="refused")),
+        storage=PreparedStorage("/cache", 5 * GIB, 2 * GIB),
+    )
+    monkeypatch.setattr(metrics, "ask", lambda: reply)
+    assert main(["metrics"]) == Exit.OK
+    found = samples(capsys.readouterr().out)
+    assert found["trims_cache_budget_bytes{prepared}"] == 5 * GIB
+    assert found["trims_cache_resident_bytes{prepared}"] == 2 * GIB
+    states = ("ready", "preparing", "refused")
+    assert [found[f"trims_cache_prepared_models{{{state}}}"] for state in states] == [2, 0, 1]
 
 
 def test_without_prometheus_client(
