@@ -105,6 +105,15 @@ def test_an_error_of_another_file_names_it(
     assert failed.error == "File too large (/cache/\\x1bc/remote)"
 
 
+def test_an_error_of_the_url_does_not_name_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "https://b.example/vit.pt")
+
+    monkeypatch.setattr(fetching, "fetch", fail)
+    (failed,) = fetch_all(["https://b.example/vit.pt?signature=old"], is_quiet=True)
+    assert failed.error == "Permission denied"
+
+
 @pytest.mark.parametrize("is_quiet", [False, True])
 def test_an_error_is_said_once(is_quiet: bool, capsys: pytest.CaptureFixture[str]) -> None:
     (failed,) = fetch_all(["no-store://host/vit.pt"], is_quiet=is_quiet)
