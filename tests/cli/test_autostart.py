@@ -70,6 +70,14 @@ def test_it_is_said_whether_it_is_installed(
         assert said in capsys.readouterr().out
 
 
+def test_this_interpreters_directory_is_taken_if_none_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"purelib": str(tmp_path)})
+    assert main(["autostart", "install"]) == Exit.OK
+    assert (tmp_path / FILE_NAME).read_text() == LINE
+
+
 def test_an_empty_directory_is_not_this_interpreters(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
