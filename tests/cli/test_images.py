@@ -219,7 +219,7 @@ def test_pinned_image_stays_until_unpinned(warmed: Trims, models: Path) -> None:
     done = warmed("unpin", "a.safetensors", "--json", cwd=models)
     assert json.loads(done.stdout) == {"digest": image["digest"], "is_pinned": False}
     assert "is pinned" in warmed("pin", image["digest"][:12]).stdout
-    warmed("unpin", str(path))
+    assert "is no longer pinned" in warmed("unpin", str(path)).stdout
     evicted = json.loads(warmed("evict", "--json", str(path)).stdout)
     assert evicted["digests"] == [image["digest"]]
     assert evicted["freed_bytes"] >= MODEL_BYTES
