@@ -166,6 +166,14 @@ def test_masked_arrays_keep_their_masks() -> None:
     assert AUTO.join([masked])[0] is masked
 
 
+@pytest.mark.parametrize("item", [np.bytes_(b"a\0"), np.str_("a\0")])
+def test_null_characters_at_an_end_are_not_lost(item: Any) -> None:
+    assert AUTO.join([item])[0] is item
+    without = type(item)(item[:1])
+    assert not share_batch(item, without)
+    assert AUTO.join([without]).tolist() == [without]
+
+
 def test_numpys_numbers_become_an_array() -> None:
     batch = AUTO.join([np.float32(1), np.float32(2)])
     assert batch.dtype == np.float32
@@ -281,7 +289,20 @@ def test_stacking_converts_numbers() -> None:
 MASKED = np.ma.masked_array([1, 2], mask=[True, False])
 
 
-@pytest.mark.parametrize("item", [object(), [[1], [1, 2]], None, MASKED, {"a": MASKED}])
+@pytest.mark.parametrize(
+    "item",
+    [
+        object(),
+        [[1], [1, 2]],
+        None,
+        MASKED,
+        {"a": MASKED},
+        b"a\0",
+        "a\0",
+        np.bytes_(b"a\0"),
+        np.str_("a\0"),
+    ],
+)
 def test_stacking_refuses_what_it_cannot_stack(item: Any) -> None:
     with pytest.raises(TypeError, match="cannot be stacked"):
         collate_of("stack").key(item)

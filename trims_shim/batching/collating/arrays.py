@@ -193,9 +193,12 @@ def _check_fits(value: float, dtype: Any, limits_of: Any) -> None:
 
 class _Numpy(ArrayLibrary):
     def signature(self, array: Any) -> Hashable:
-        # Stacking widens strings of different lengths.
         dtype: Hashable = array.dtype
-        return array.dtype.kind if array.dtype.kind in "SU" else dtype
+        if array.dtype.kind not in "SU":
+            return dtype
+        # Stacking widens strings of different lengths, and loses null characters at their ends.
+        is_changed = isinstance(array, bytes | str) and array[-1:] in ("\0", b"\0")
+        return None if is_changed else array.dtype.kind
 
     def stack(self, arrays: Sequence[Any]) -> Any:
         import numpy

@@ -305,6 +305,9 @@ def _as_array(item: Any) -> Any:
         array = None  # rows of different lengths
     if array is None or array.dtype.kind == "O":
         raise _refusal(item)
+    # Arrays lose null characters at the end of a string.
+    if isinstance(item, bytes | str) and array.item() != item:
+        raise _refusal(item)
     return array
 
 
