@@ -230,11 +230,7 @@ class DeviceMapping:
         self._undo.append(partial(_if_made, driver().release, handle))
         driver().import_descriptor(descriptor, into=handle)
         self._undo.append(partial(driver().unmap, address, size_bytes))
-        try:
-            driver().map(address, size_bytes, handle.value)
-        except DriverFailure:
-            self._undo.pop()
-            raise
+        driver().map(address, size_bytes, handle.value)
         driver().release(handle.value)
         handle.value = 0
 
