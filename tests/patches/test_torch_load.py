@@ -16,7 +16,7 @@ import trims_shim
 from trims_shim import diagnostics
 from trims_shim.client.cache import Cache
 from trims_shim.errors import NoSpace
-from trims_shim.patches import torch_load, torch_rebuild
+from trims_shim.patches import torch_archive, torch_load, torch_rebuild
 from trims_shim.testing import FakeDaemon
 
 
@@ -151,6 +151,26 @@ def test_an_error_of_the_cache_is_raised_if_asked_for(daemon: FakeDaemon, path: 
     daemon.refuse(NoSpace("full"))
     with pytest.raises(NoSpace):
         torch.load(path)
+
+
+@pytest.mark.usefixtures("_enabled")
+def test_an_error_while_tensors_are_served_is_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: a load of thousands of tensors counted as thousands."""
+
+    def fail(storage: torch.UntypedStorage) -> torch.Tensor:
+        raise MemoryError
+
+    path = tmp_path / "model.pt"
+    torch.save([torch.arange(10.0) + index for index in range(3)], path)
+    monkeypatch.setattr(torch_load, "_build_on_host", lambda *_: None)  # as for other objects
+    monkeypatch.setattr(torch_archive, "bytes_over", fail)
+    with FakeDaemon(strict="0"):
+        before = events("fallback:internal_error")
+        loaded = torch.load(path)
+    assert [each[0].item() for each in loaded] == [0, 1, 2]
+    assert events("fallback:internal_error") == before + 1
 
 
 def test_garbage_is_collected_while_a_load_waits_for_the_daemon(

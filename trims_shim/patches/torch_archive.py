@@ -96,8 +96,12 @@ class ArchiveReader(_FileReader):  # type: ignore[misc]
         span = None if served is None else served.record(name, size_bytes)
         if served is None or span is None:
             return None
-        self.leave_file_at(span.end_bytes)
-        return bytes_over(served.storage[span.offset_bytes : span.end_bytes])
+        try:
+            self.leave_file_at(span.end_bytes)
+            return bytes_over(served.storage[span.offset_bytes : span.end_bytes])
+        except Exception:
+            self._served = None  # torch reads the rest: an error is of a load, not of each tensor
+            raise
 
     def leave_file_at(self, position: int) -> None:
         """Put the program's file where torch's reader would have left it."""
