@@ -80,6 +80,16 @@ def test_without_a_daemon_none_is_started(trims: Trims) -> None:
     assert not trims.sockets.exists()
 
 
+@pytest.mark.parametrize("words", [[], ["--listen", "0"]])
+def test_a_setting_that_cannot_be_used_is_no_daemon_that_is_down(
+    trims: Trims, words: list[str]
+) -> None:
+    """Found: with ``--listen``, that was served until somebody looked."""
+    done = trims("metrics", *words, TRIMS_STALL_TIMEOUT="soon")
+    assert (done.returncode, done.stdout) == (Exit.USAGE, "")
+    assert done.stderr.count("TRIMS_STALL_TIMEOUT") == 1
+
+
 @contextlib.contextmanager
 def serving(trims: Trims, address: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Yield the process and the URL that it says it serves."""

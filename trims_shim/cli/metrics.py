@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from trims_shim import config
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.prepared import counts
 from trims_shim.cli.saying import say
@@ -60,6 +61,7 @@ def metrics(arguments: argparse.Namespace) -> Exit:
             f"use `trims status --json` ({error})"
         )
         return Exit.FAILED
+    config.current()  # raises ConfigError, which is none of the daemon's
     cache = _Cache()
     registry = prometheus_client.CollectorRegistry(auto_describe=False)
     registry.register(cache)
