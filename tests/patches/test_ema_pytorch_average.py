@@ -14,6 +14,7 @@ import pytest
 import torch
 from devices import share, shared
 from torch import nn
+from torch.utils import _pytree
 
 from trims_shim.patches import ema_pytorch_average
 
@@ -128,3 +129,34 @@ def test_averages_of_tensors_in_a_dictionary(applied: tuple[Any, Any, Any], tmp_
         else:
             average.copy_params_from_pytree_to_ema()
             assert resumed["weight"].unique().tolist() == [3.0]
+
+
+class Container:
+    """Counts how often it is looked through."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        self.items = tensors.items
+        self.looks = 0
+
+    def flat(self) -> tuple[list[torch.Tensor], None]:
+        self.looks += 1
+        return [each for _, each in self.items()], None
+
+
+def test_only_the_library_looks_through_containers_where_nothing_is_shared(
+    applied: tuple[Any, Any, Any],
+) -> None:
+    _pytree.register_pytree_node(Container, Container.flat, lambda *_: Container())
+    tree = Container(weight=torch.ones(SIDE))
+    average = applied[2].EMAPytree({"weight": torch.zeros(SIDE)}, tree)
+
+    def looks(method: Any, *args: Any) -> int:
+        before = tree.looks
+        method(average, *args)
+        return tree.looks - before
+
+    ours = type(average)
+    update = ours.update_moving_average, tree, average.pytree, 0.5
+    copy_to = (ours.copy_params_from_pytree_to_ema,)
+    for method, *args in (update, copy_to):
+        assert looks(method, *args) == looks(method.__wrapped__, *args)

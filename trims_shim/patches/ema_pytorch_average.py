@@ -34,7 +34,7 @@ def _wrap_update(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_update_tree(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def update_moving_average(self: Any, ma_pytree: Any, *args: Any, **kwargs: Any) -> Any:
-        unshare(_pytree.tree_leaves(ma_pytree), "average")
+        unshare(_pytree.tree_iter(ma_pytree), "average")
         return original(self, ma_pytree, *args, **kwargs)
 
     return update_moving_average
@@ -43,7 +43,7 @@ def _wrap_update_tree(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_copy_to_tree(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def copy_params_from_pytree_to_ema(self: Any) -> Any:
-        unshare(_pytree.tree_leaves(self.ema_pytree), "average")
+        unshare(_pytree.tree_iter(self.ema_pytree), "average")
         return original(self)
 
     return copy_params_from_pytree_to_ema
