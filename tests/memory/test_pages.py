@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 import pytest
 from forks import passes_in_child
@@ -226,6 +228,21 @@ def test_no_descriptor_is_left_open_by_an_error(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(MemoryError):
         PageScanner()
     assert open_descriptors() <= before
+
+
+def test_an_interrupt_before_there_is_a_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found: Python printed an error that it ignored."""
+
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is PageScanner.__init__.__code__:
+            raise KeyboardInterrupt
+
+    ignored: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    sys.setprofile(interrupt)  # until it raises
+    with pytest.raises(KeyboardInterrupt):
+        PageScanner()
+    assert ignored == []
 
 
 def test_no_descriptor_is_left_open(arena: Arena) -> None:

@@ -15,6 +15,7 @@ fork. So a scanner lives for one piece of work, not for the life of the process.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -74,7 +75,8 @@ class PageScanner:
 
     def __del__(self) -> None:
         """Close the descriptor where an error or a signal handler has come before."""
-        self.close()
+        with contextlib.suppress(AttributeError):  # a handler was so early that there is none yet
+            self.close()
 
     def __enter__(self) -> PageScanner:
         return self
