@@ -980,6 +980,37 @@ def test_what_batches_left_behind_in_the_batchers_own_loop_cleans_up(
     assert not caplog.records
 
 
+def test_closing_again_does_not_end_what_cleans_up_in_the_batchers_own_loop() -> None:
+    before = set(threading.enumerate())
+    is_cleaning, may_end = threading.Event(), threading.Event()
+    left: list[Any] = []
+
+    async def background() -> None:
+        try:
+            await asyncio.sleep(LONG_S)
+        finally:
+            is_cleaning.set()
+            await asyncio.to_thread(may_end.wait, LONG_S)
+            left.append("cleaned")
+
+    async def leaves(items: list[int]) -> list[int]:
+        left.append(asyncio.create_task(background()))
+        await asyncio.sleep(0)
+        return items
+
+    batcher = greedy(leaves)
+    assert batcher(1) == 1
+    batcher.close()
+    assert is_cleaning.wait(LONG_S)
+    batcher.close()
+    del batcher
+    gc.collect()
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), left[0].get_loop()).result(LONG_S)
+    may_end.set()
+    wait_until(lambda: set(threading.enumerate()) <= before, "the end of its threads")
+    assert left[1:] == ["cleaned"]
+
+
 def test_a_finalizer_that_asks_while_the_batchers_own_loop_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

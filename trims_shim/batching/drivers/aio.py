@@ -475,12 +475,13 @@ class ThreadLoop:
         self.loop = asyncio.new_event_loop()
         self._name = name
         """The name of the function."""
+        self._is_ending = False
 
     def start(self, dispatch: weakref.ref[LoopDispatch]) -> None:
         """Run the loop, for this dispatch. Raises RuntimeError where no thread can be had."""
-        name, arguments = f"batch-{self._name}", (self.loop, dispatch)
+        name = f"batch-{self._name}"
         try:
-            threading.Thread(target=_run_loop, args=arguments, name=name, daemon=True).start()
+            threading.Thread(target=self._run, args=(dispatch,), name=name, daemon=True).start()
         except BaseException as error:
             self.loop.close()
             if isinstance(error, RuntimeError):  # see ThreadDispatch._without_thread
@@ -493,21 +494,25 @@ class ThreadLoop:
     def stop(self) -> None:
         """Let it end; does not wait."""
         try:
-            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.loop.call_soon_threadsafe(self._stop)
         except RuntimeError:
             pass  # closed already
 
+    def _stop(self) -> None:
+        if not self._is_ending:  # else what tidies up would be stopped
+            self.loop.stop()
 
-def _run_loop(loop: asyncio.AbstractEventLoop, dispatch_ref: weakref.ref[LoopDispatch]) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-        _tidy_up(loop, dispatch_ref)
-    finally:
-        loop.close()
-        # Users' code may have stopped it while requests were open.
-        if (dispatch := dispatch_ref()) is not None:
-            dispatch.lose()
+    def _run(self, dispatch_ref: weakref.ref[LoopDispatch]) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+            self._is_ending = True
+            _tidy_up(self.loop, dispatch_ref)
+        finally:
+            self.loop.close()
+            # Users' code may have stopped it while requests were open.
+            if (dispatch := dispatch_ref()) is not None:
+                dispatch.lose()
 
 
 def _tidy_up(loop: asyncio.AbstractEventLoop, dispatch_ref: weakref.ref[LoopDispatch]) -> None:
