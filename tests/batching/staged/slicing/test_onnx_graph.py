@@ -70,6 +70,17 @@ def test_what_depends_on_shapes_only(graph: OnnxGraph) -> None:
     assert [graph.depends_on_content(name) for name in names] == [True] * 4 + [False] * 2 + [True]
 
 
+@pytest.mark.parametrize("operator", ["BlackmanWindow", "HammingWindow", "HannWindow"])
+def test_the_shape_of_a_window_depends_on_contents(tmp_path: Path, operator: str) -> None:
+    made = Graph()
+    x = made.input("x", ["batch"], onnx.TensorProto.INT64)
+    window = made.node(operator, made.node("ReduceMax", x, keepdims=0))
+    made.node("Shape", window, outputs=["shape"])
+    made.output("shape", [1], onnx.TensorProto.INT64)
+    onnx.save_model(made.model(), tmp_path / "model.onnx")
+    assert OnnxGraph(str(tmp_path / "model.onnx")).depends_on_content("shape")
+
+
 def test_a_piece_refers_to_the_weights_of_the_whole(graph: OnnxGraph) -> None:
     first = onnx.load_from_string(graph.piece(0, 2, {"x": None}, ["b"]))
     assert [node.op_type for node in first.graph.node] == ["MatMul", "Relu"]

@@ -18,14 +18,17 @@ _ONNXRUNTIME = (1, 21)
 _OF_SHAPE = frozenset(["Shape", "Size"])
 """Operators that look at shapes only."""
 _SHAPED_BY_ALL = frozenset({
-    "ConstantOfShape", "If", "Loop", "NonMaxSuppression", "NonZero", "Range", "Scan", "SequenceMap",
-    "StringSplit", "Unique",
+    "BeamSearch", "BlackmanWindow", "ConstantOfShape", "DynamicTimeWarping", "GreedySearch",
+    "HammingWindow", "HannWindow", "If", "ImageDecoder", "Loop", "MelWeightMatrix",
+    "NonMaxSuppression", "NonZero", "Range", "Sampling", "Scan", "SequenceMap", "StringNormalizer",
+    "StringSplit", "Tokenizer", "Unique", "WhisperBeamSearch",
 })  # fmt: skip
 """Operators whose results have shapes that depend on the contents of their inputs."""
 _SHAPED_BY_LATER = frozenset({
-    "AffineGrid", "CenterCropPad", "Col2Im", "Compress", "DFT", "Expand", "MaxUnpool", "OneHot",
-    "Pad", "Reshape", "Resize", "STFT", "SequenceAt", "SequenceErase", "SequenceInsert", "Slice",
-    "Split", "SplitToSequence", "Tile", "TopK", "Upsample",
+    "AffineGrid", "BifurcationDetector", "CenterCropPad", "Col2Im", "Compress",
+    "ConvTransposeWithDynamicPads", "CropAndResize", "DFT", "Expand", "ExpandDims", "MaxUnpool",
+    "OneHot", "Pad", "Reshape", "Resize", "STFT", "SequenceAt", "SequenceErase", "SequenceInsert",
+    "Slice", "Split", "SplitToSequence", "Tile", "TopK", "Upsample",
 })  # fmt: skip
 """Those where only inputs after the first do so."""
 _GRAPH, _GRAPHS = 5, 10
