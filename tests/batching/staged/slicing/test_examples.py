@@ -120,6 +120,17 @@ def test_outputs_that_are_no_plain_tensors(last: Callable[[torch.Tensor], Any]) 
         check_stages([nn.ReLU(), flipped], Arrays(), example)
 
 
+def test_outputs_that_some_batches_lack() -> None:
+    def last(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return value, value if len(value) == 1 or (value != value[0]).any() else None
+
+    class Some(nn.Module):
+        def forward(self, x: torch.Tensor) -> object:
+            return last(torch.relu(x))
+
+    check_stages([nn.ReLU(), last], Some(), Example(torch.eye(3)))
+
+
 def test_rows_that_depend_on_each_other() -> None:
     """As in one whole, so in stages, but for those who join."""
     stages = [nn.ReLU(), lambda value: value - value.mean(0)]
