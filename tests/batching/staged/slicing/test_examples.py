@@ -120,6 +120,18 @@ def test_outputs_that_are_no_plain_tensors(last: Callable[[torch.Tensor], Any]) 
         check_stages([nn.ReLU(), flipped], Arrays(), example)
 
 
+def test_outputs_that_are_nested() -> None:
+    def last(value: torch.Tensor) -> torch.Tensor:
+        return torch.nested.nested_tensor([*value], layout=torch.jagged)
+
+    class Nested(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return last(torch.relu(x))
+
+    with pytest.raises(StagingError, match="returns nested tensors"):
+        check_stages([nn.ReLU(), last], Nested(), Example(torch.rand(3, 2)))
+
+
 def test_outputs_that_some_batches_lack() -> None:
     def last(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return value, value if len(value) == 1 or (value != value[0]).any() else None

@@ -353,11 +353,16 @@ def _is_identical(one: Any, other: Any) -> bool:
 def _in_torch(leaf: Any) -> Any:
     """A tensor for an array of numpy's, if torch has its type; anything else as it is.
 
-    Tensors are dense ones then, and plain numbers: not sparse, and no views of conjugates.
+    Tensors are dense ones then, and plain numbers: not sparse, and no views of conjugates. Raises
+    StagingError for nested ones.
     """
     import torch
 
     if isinstance(leaf, torch.Tensor):
+        if leaf.is_nested:
+            raise StagingError(
+                "the model returns nested tensors, which cannot be checked; return padded ones"
+            )
         dense = leaf if leaf.layout is torch.strided else leaf.to_dense()
         return dense.resolve_conj().resolve_neg()
     if not hasattr(leaf, "__array_interface__"):
