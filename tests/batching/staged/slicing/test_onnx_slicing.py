@@ -19,7 +19,7 @@ onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
 
 from tests.harness import World, close_worlds  # noqa: E402
-from tests.onnx_models import FLOAT, INT64, Graph, Sample, sample, save, save_external  # noqa: E402
+from tests.onnx_models import FLOAT, INT64, STRING, Graph, Sample, sample, save, save_external  # noqa: E402
 from trims_shim import config  # noqa: E402
 from trims_shim.batching import Batcher  # noqa: E402
 from trims_shim.batching.staged.activations import Shared  # noqa: E402
@@ -315,6 +315,18 @@ def test_models_that_are_refused(
     save(Sample(graph.model(), ()))(Path(path))
     with pytest.raises(StagingError, match=refused):
         slice_onnx(path, 2)
+
+
+def test_texts_of_rows_are_answers(path: str) -> None:
+    graph = Graph("names")
+    x, names = graph.input("x", ["batch", 8]), graph.input("names", ["batch"], STRING)
+    value = graph.node("Relu", graph.node("MatMul", x, graph.weight("w", 8, 8)))
+    graph.output(value, ["batch", 8])
+    graph.output(graph.node("Identity", names, outputs=["same"]), ["batch"], STRING)
+    save(Sample(graph.model(), ()))(Path(path))
+    batch = np.ones((3, 8), np.float32), np.array(["a", "b", "c"], object)
+    answers = slice_onnx(path, 2, example=batch)(*batch)
+    assert list(answers["same"]) == ["a", "b", "c"]
 
 
 def test_what_depends_on_shapes_only_crosses_as_shared(path: str) -> None:
