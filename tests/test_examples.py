@@ -91,13 +91,18 @@ print(json.dumps(asyncio.run(asyncio.wait_for(work(), 120))))
 
 MADE_AGAIN = """
 import os
-from fastapi_server import CHECKPOINT, make_checkpoint
+from fastapi_server import CHECKPOINT, load_model, make_checkpoint
 
 first = os.stat(CHECKPOINT)
 make_checkpoint()
 print(os.path.samestat(first, os.stat(CHECKPOINT)))
+lock = CHECKPOINT.with_suffix(".lock")
+lock.unlink()
+lock.mkdir()  # as another user's, it cannot be opened
+load_model()
+lock.rmdir()
 """
-"""What a second worker does that started at the same moment."""
+"""What a second worker does that started at the same moment, and then one of another user."""
 
 Run = Callable[..., str]
 

@@ -50,7 +50,8 @@ def make_checkpoint() -> None:
 
 def load_model() -> nn.Module:
     """The model with its weights, without an initialisation that would be overwritten."""
-    make_checkpoint()
+    if not CHECKPOINT.exists():  # another user's is as good, whose lock is not for us
+        make_checkpoint()
     with torch.device("meta"):
         model = build()
     model.load_state_dict(torch.load(CHECKPOINT), assign=True)
