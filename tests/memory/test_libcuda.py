@@ -226,7 +226,7 @@ def test_an_interrupt_of_a_call_stays_one(emulated_cuda: emulation.Emulated) -> 
         finally:
             sys.setprofile(None)
         break
-    assert turn > 4
+    assert turn > 3  # from Python 3.12 on, a comprehension is no call
 
 
 def test_results_have_names(emulated_cuda: emulation.Emulated) -> None:
