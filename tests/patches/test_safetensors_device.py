@@ -401,6 +401,20 @@ def test_a_refusal_ends_in_the_host_tier(devices: Devices, path: str) -> None:
     assert reasons() == {"unknown_device": 1}
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_after_an_error_the_compiled_class_opens_the_file(
+    devices: Devices, path: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: want of memory before the file was opened was the program's, also on the CPU."""
+
+    def no_memory(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    relax()
+    monkeypatch.setattr(safetensors_device, "_arguments", no_memory)
+    assert type(safetensors.safe_open(path, "pt", device=device)) is Theirs.safe_open
+
+
 def test_absent_devices(devices: Devices, path: str) -> None:
     assert type(safetensors.safe_open(path, "pt", device=f"cuda:{DEVICES}")) is Theirs.safe_open
     assert reasons() == {"no_such_device": 1}

@@ -32,7 +32,7 @@ from trims_shim import diagnostics, patches
 from trims_shim.errors import FormatError, UnsupportedFormat
 from trims_shim.formats.torch_zip import TorchArchive
 from trims_shim.patches import torch_device
-from trims_shim.patches.asking import opened
+from trims_shim.patches.asking import opened, or_none
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_device import DevicePoint, Place
 from trims_shim.patches.torch_modes import unseen
@@ -77,6 +77,26 @@ def _wrap(original: Any) -> Any:
 
 
 def _open(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _DeviceFile | None:
+    found = _found(args, kwargs)
+    if found is None:
+        return None
+    kind, arena, place = found
+    token = patches.overridden.set(False)
+    try:
+        return kind(original(*args, **kwargs), arena, place)
+    except FormatError as error:
+        filename = args[0] if args else kwargs["filename"]
+        torch_device.skip(error.reason, what=f"{filename}: {error}")
+        return None
+    finally:
+        patches.overridden.reset(token)
+
+
+@or_none
+def _found(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[type[_DeviceFile], DeviceArena, Place] | None:
+    """Return what a call's file is served with; None (counted) where safetensors has to open it."""
     is_call = len(args) <= len(_NAMES) and kwargs.keys() <= {*_NAMES[len(args) :], "backend"}
     call = _arguments(*args, **kwargs) if is_call else None
     if call is None:
@@ -89,15 +109,7 @@ def _open(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Devi
     arena = None if place is None else _arena(filename, place)
     if place is None or arena is None:
         return None
-    token = patches.overridden.set(False)
-    try:
-        kind = _DeviceFile if named is not None else _DeferredFile
-        return kind(original(*args, **kwargs), arena, place)
-    except FormatError as error:
-        torch_device.skip(error.reason, what=f"{filename}: {error}")
-        return None
-    finally:
-        patches.overridden.reset(token)
+    return _DeviceFile if named is not None else _DeferredFile, arena, place
 
 
 _NAMES = ("filename", "framework", "device")
