@@ -98,6 +98,7 @@ def test_a_tiny_run_writes_everything_and_keeps_other_sections(
     assert text in capsys.readouterr().out
     assert "**Simulated**" in text
     assert "VGG-like, narrow" in text
+    pytest.importorskip("matplotlib")
     assert (tmp_path / "staged_policies.png").stat().st_size > 1000
 
 
@@ -124,6 +125,7 @@ def test_what_was_violated_or_not_measured_is_shown() -> None:
 
 
 def test_the_plot_is_drawn_with_and_without_results(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     sections = ("latencies", "peaks", "pairs", "stages")
     cells = [cell("dvabatch", 6.0, load, each) for each in sections for load in ("low", "high")]
     for number, drawn in enumerate(([], cells)):
