@@ -288,31 +288,16 @@ def test_files_as_large_as_a_part_are_read_at_the_same_time(
     assert remote.arrived(tmp_path)
 
 
-def test_reading_ahead_ends_with_the_download(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "gone"), [(Folder, ("bert/00", 0)), (Fake, ("x.bin", 0))])
+def test_what_is_read_at_once_ends_with_the_download(
+    kind: type[Fake], gone: tuple[str, int], tmp_path: Path
+) -> None:
+    """The other files of a folder, and the other parts of a large file."""
     is_over = threading.Event()
 
-    class Going(Folder):
+    class Going(kind):
         def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[bytes]:
-            if file.name == "bert/00":
-                raise FileNotFoundError(errno.ENOENT, "it went")
-            try:
-                for _ in range(3000):
-                    time.sleep(0.01)
-                    yield b""
-            finally:
-                is_over.set()
-
-    with pytest.raises(FileNotFoundError):
-        completed(Going(), Going().list(), tmp_path)
-    assert is_over.wait(10)
-
-
-def test_parts_end_with_the_download(tmp_path: Path) -> None:
-    is_over = threading.Event()
-
-    class Going(Fake):
-        def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[bytes]:
-            if start == 0:
+            if (file.name, start) == gone:
                 raise FileNotFoundError(errno.ENOENT, "it went")
             try:
                 for _ in range(3000):

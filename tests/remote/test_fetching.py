@@ -173,6 +173,19 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
+def downloading_and_waiting(
+    web: WebServer, start: Callable[..., subprocess.Popen[str]], gate: threading.Event
+) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+    """A process that downloads until the gate is open, and one that waits for it."""
+    url = web.put("vit.pt", CONTENT, gate=gate)
+    first = start(url)
+    wait_until(lambda: web.asked["body"] == 1)
+    second = start(url)
+    assert second.stderr is not None
+    assert "waited for" in second.stderr.readline()
+    return first, second
+
+
 def test_processes_that_ask_at_once_wait_for_one(
     web: WebServer, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -194,12 +207,7 @@ def test_a_waiting_process_takes_over_from_a_killed_one(
     web: WebServer, start: Callable[..., subprocess.Popen[str]], home: Path
 ) -> None:
     gate = threading.Event()
-    url = web.put("vit.pt", CONTENT, gate=gate)
-    first = start(url)
-    wait_until(lambda: web.asked["body"] == 1)
-    second = start(url)
-    assert second.stderr is not None
-    assert "waited for" in second.stderr.readline()
+    first, second = downloading_and_waiting(web, start, gate)
     assert web.asked["body"] == 1
     first.kill()
     wait_until(lambda: web.asked["body"] == 2)
@@ -212,12 +220,7 @@ def test_a_cache_directory_that_is_deleted_is_made_again_by_who_waits(
     web: WebServer, start: Callable[..., subprocess.Popen[str]], home: Path
 ) -> None:
     gate = threading.Event()
-    url = web.put("vit.pt", CONTENT, gate=gate)
-    first = start(url)
-    wait_until(lambda: web.asked["body"] == 1)
-    second = start(url)
-    assert second.stderr is not None
-    assert "waited for" in second.stderr.readline()
+    first, second = downloading_and_waiting(web, start, gate)
     shutil.rmtree(home.parent)
     wait_until(lambda: web.asked["body"] == 2)
     gate.set()
