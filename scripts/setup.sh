@@ -26,5 +26,6 @@ install "${TORCH:-torch==2.13.0}" numpy
 # never imported; the rest is compiled when it is. Some files are no Python of this version.
 "$venv/bin/python" -m compileall -qq -j 0 "$venv"/lib/python*/site-packages || true &
 echo "installing this package and the development tools" >&2
-install --editable '.[torch,dev]'
+# setuptools warns of every editable installation, whatever its layout.
+PYTHONWARNINGS="ignore:Editable installation" install --editable '.[torch,dev]'
 wait
