@@ -403,6 +403,18 @@ def test_passwords_come_from_netrc_and_go_to_their_host_only(
         looked(web.put("moved.pt", status=302, location=there))
 
 
+def test_the_default_password_of_netrc_goes_to_no_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It would go to all of them; often it is that of ftp (``anonymous``)."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    lines = "machine a.example login me password secret\ndefault login me password other\n"
+    (tmp_path / ".netrc").write_text(lines)
+    (tmp_path / ".netrc").chmod(0o600)
+    assert _password("https://a.example/x")
+    assert not _password("https://b.example/x")
+
+
 def test_the_password_of_a_proxy_does_not_go_where_it_leads() -> None:
     """That may be a host that is asked without a proxy."""
     request = urllib.request.Request("http://a.example/vit.pt")

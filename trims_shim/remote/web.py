@@ -5,7 +5,8 @@ lets servers compress, gives each transfer five minutes, and makes every error a
 (fsspec 2026.9).
 
 Proxies and certificates are those of urllib (``https_proxy``, ``SSL_CERT_FILE``); a password comes
-from ``~/.netrc``, as for curl -n.
+from ``~/.netrc``, as for curl -n, but not from its ``default``: nobody has said that this host is
+to have it, and a store refuses signed URLs that come with a password.
 """
 
 from __future__ import annotations
@@ -352,7 +353,8 @@ def _meaning(error: urllib.error.HTTPError, url: str) -> Exception:
 
 def _password(url: str) -> str:
     with contextlib.suppress(OSError, UnicodeError, netrc.NetrcParseError):
-        found = netrc.netrc().authenticators(_host_of(url))
+        # Not authenticators(), which gives all other hosts what is there for ``default``.
+        found = netrc.netrc().hosts.get(_host_of(url))
         if found is not None:
             pair = f"{found[0]}:{found[2]}".encode()
             return "Basic " + base64.b64encode(pair).decode("ascii")
