@@ -204,6 +204,31 @@ def test_chunks_that_end_early_are_noticed(web: WebServer) -> None:
         read(url)
 
 
+@pytest.mark.parametrize("page", [b"<!DOCTYPE html>", b"\n <HTML>", b"\xef\xbb\xbf<html lang=en>"])
+def test_a_page_is_no_model(page: bytes, web: WebServer) -> None:
+    """That of a login, to which the server leads; or one about the file, at its name."""
+    page += b"log in" * 1000
+    web.put("login", page, kind="text/html; charset=utf-8", has_ranges=False)
+    url = web.put("vit.PT", status=302, location="/login?next=secret")
+    with pytest.raises(RemoteError, match=r"vit\.PT: a web .* from \S*/login, not") as raised:
+        read(url)
+    assert not isinstance(raised.value, RemoteUnreachable), "asked again, it would be the same"
+    with pytest.raises(RemoteError, match=r"blob/vit\.onnx: a web page came"):
+        read(web.put("blob/vit.onnx", page, kind="text/html", is_chunked=True))
+    assert read(web.put("index.html", page, kind="text/html")) == page
+    assert read(web.put("vit.bin", page)) == page, "nobody says that it is a page"
+
+
+def test_a_model_that_is_called_a_page_is_whole(web: WebServer) -> None:
+    url = web.put("vit.pt", CONTENT, kind="text/html")
+    assert read(url) == CONTENT
+    assert read(url, 0, 100) == CONTENT[:100]
+    assert read(url, 5) == CONTENT[5:]
+    url = web.put("chunked.pt", CONTENT, kind="text/html", has_ranges=False, is_chunked=True)
+    assert read(url) == CONTENT
+    assert read(web.put("html.pt", b"<htmlx>", kind="text/html")) == b"<htmlx>"
+
+
 @pytest.mark.parametrize("length", [-1, len(CONTENT)])
 def test_a_file_of_unknown_size_may_not_just_end(web: WebServer, length: int) -> None:
     """Nobody would notice that it is cut off."""

@@ -18,6 +18,7 @@ import errno
 import functools
 import math
 import netrc
+import re
 import time
 import urllib.error
 import urllib.request
@@ -57,6 +58,10 @@ _COMPRESSIONS = ("gzip", "x-gzip", "deflate", "br", "zstd", "compress", "x-compr
 """Not "aws-chunked", with which some stores call bytes that are as they should be."""
 _COMPRESSED = (".gz", ".tgz", ".z", ".bz2", ".xz", ".br", ".zst")
 """Names of files that are compressed themselves, which some servers (Apache) call an encoding."""
+_MODELS = (".safetensors", ".pt", ".pt2", ".pth", ".bin", ".ckpt", ".onnx")
+"""Names of files that are no page, whatever the server says."""
+_PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype\s+)?html\b", re.IGNORECASE)
+_PAGE_START_BYTES = 1024
 _Response: TypeAlias = "HTTPResponse | urllib.error.HTTPError"
 
 
@@ -99,6 +104,8 @@ class WebFiles:
                 raise RemoteUnreachable(
                     f"{shown(file.place)}: the server answered with other bytes than were asked for"
                 )
+            if start == 0 and _may_be_page(response, file):
+                yield _no_page(response, file)
             # read() would lose what had come when the connection is reset, or nothing more comes.
             while piece := response.read1(_CHUNK_BYTES):
                 yield piece
@@ -191,6 +198,23 @@ def _is_asked_for(response: _Response, file: RemoteFile, start: int | None) -> b
     if start is None:
         return response.status == 200
     return response.status == 206 and headers.get("Content-Range", "").startswith(f"bytes {start}-")
+
+
+def _may_be_page(response: _Response, file: RemoteFile) -> bool:
+    """Whether a server says that what is named as a model is a page, as where it wants a login."""
+    is_page = response.headers.get_content_type() == "text/html"
+    return is_page and file.name.lower().endswith(_MODELS)
+
+
+def _no_page(response: _Response, file: RemoteFile) -> bytes:
+    """The first bytes. Raises RemoteError if they are those of a page."""
+    begin = response.read(_PAGE_START_BYTES)
+    if _PAGE.match(begin):
+        raise RemoteError(
+            f"{shown(file.place)}: a web page came from {shown(response.geturl())}, not the file; "
+            "the server may want a login, or the URL is that of a page about the file"
+        )
+    return begin
 
 
 def _is_whole(response: _Response) -> bool:
