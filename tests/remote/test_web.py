@@ -17,7 +17,7 @@ from email.utils import formatdate
 from http.client import HTTPMessage
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import pytest
 
@@ -28,7 +28,7 @@ from trims_shim.remote.listing import RemoteFile
 from trims_shim.remote.streams import STREAMS
 from trims_shim.remote.web import WebFiles, _password, _Redirects
 
-from .web_server import PIECE_BYTES, WebServer
+from .web_server import PIECE_BYTES, WebServer, serving
 
 CONTENT = os.urandom(300_000)
 
@@ -534,6 +534,53 @@ def test_a_folder_whose_url_is_unlike_its_links(path: str, web: WebServer) -> No
     url = web.url(folder + path if path.startswith("?") else path).replace("http", "HTTP", 1)
     names = [file.name for file in WebFiles(url).list().files]
     assert names == ["bert/a.bin", "bert/below/b.bin"]
+
+
+@pytest.mark.parametrize("links", ["a.bin {}", "/v2/a.bin /v2/{}", "./a.bin {base}/v2/{}"])
+def test_a_folder_that_has_moved_is_read_where_it_is(links: str, web: WebServer) -> None:
+    """Links begin there, as in a browser; names stay those that were asked for."""
+    words = links.format("below/", base=web.base).split()
+    web.put("v2/", "".join(f'<a href="{word}">x</a>' for word in words).encode())
+    web.put("v2/a.bin", CONTENT)
+    web.put("v2/below/", status=302, location="/other/")
+    web.put("other/", b'<a href="b.bin">b</a><a href="/v2/below/c.bin">away</a>')
+    web.put("other/b.bin", CONTENT)
+    url = web.put("bert/", status=301, location="/v2/")
+    files = WebFiles(url).list().files
+    assert [(file.name, file.place) for file in files] == [
+        ("bert/a.bin", web.url("v2/a.bin")),
+        ("bert/below/b.bin", web.url("other/b.bin")),
+    ]
+
+
+@pytest.mark.parametrize("place", ["login", "login/?next=/my/bert/", "", "my/"])
+def test_a_page_that_is_no_folder_is_not_taken_for_one(place: str, web: WebServer) -> None:
+    """Its links would be taken for the files."""
+    web.put(place.partition("?")[0], b'<a href="help.html">x</a>')
+    for folder in ("", "my/", "my/bert/", "login/"):
+        web.put(f"{folder}help.html", b"help")
+    url = web.put("my/bert/", status=302, location=f"/{place}")
+    with pytest.raises(RemoteError, match=r"bert/ leads to http://[^?]*, which may be something"):
+        WebFiles(url).list()
+
+
+@pytest.mark.parametrize("place", ["", "?C=N", "my%20models/?C=N"])
+def test_a_folder_at_another_host_may_be_the_whole_server(place: str, web: WebServer) -> None:
+    """As one that leads from http to https; with the query of its page."""
+    path = unquote(place).partition("?")[0]
+    web.put(path, b'<a href="a.bin">x</a>')
+    web.put(f"{path}a.bin", CONTENT)
+    with serving() as other:
+        other.put(path, status=301, location=web.url(place))
+        (file,) = WebFiles(other.url(place)).list().files
+    assert file.place == web.url(f"{place.partition('?')[0]}a.bin")
+
+
+def test_another_page_of_the_same_folder_lists_it(web: WebServer) -> None:
+    url = web.put("my models/", status=302, location="/my%20models/index.html?C=N")
+    web.put("my models/index.html", b'<a href="a.bin">x</a>')
+    web.put("my models/a.bin", CONTENT)
+    assert [file.name for file in WebFiles(url).list().files] == ["my models/a.bin"]
 
 
 @pytest.mark.parametrize("folder", ["~me/(my models)/", "%7Eme/%28my%20models%29/"])

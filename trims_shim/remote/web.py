@@ -82,12 +82,9 @@ class WebFiles:
         name = name_of(self._url)
         if not urlsplit(self._url).path.endswith("/"):
             return Listing((self._look(self._url, name),))
-        folder = _meant(_target(self._url, "."))  # As links begin: no "//", "..", "HTTP:".
         looks = (
-            functools.partial(
-                self._look_twice, place, f"{name}/{_meant(place).removeprefix(folder)}"
-            )
-            for place in self._below(folder)
+            functools.partial(self._look_twice, place, name + below)
+            for place, below in self._below()
         )
         files = [look.result() for look in in_order(looks)]
         if not files:
@@ -139,11 +136,11 @@ class WebFiles:
             size_bytes = int(size) if is_known else None
             return RemoteFile(name, url, size_bytes, token, has_ranges and is_known)
 
-    def _below(self, folder: str) -> Iterator[str]:
-        """The URLs that its pages link to below a folder, which is given as it is meant."""
-        pages = [self._url]
-        seen = {folder}
-        for page in pages:
+    def _below(self) -> Iterator[tuple[str, str]]:
+        """The URLs that its pages link to below them, and what follows the folder's name there."""
+        pages = [(self._url, "/")]
+        seen = {"/"}
+        for page, name in pages:
             with _answer(page, {}) as response:
                 links = _Links()
                 text = response.read(_PAGE_LIMIT_BYTES + 1)
@@ -153,18 +150,31 @@ class WebFiles:
                 if is_cut or not (text or _is_whole(response)):
                     raise RemoteUnreachable(f"{shown(page)}: it may not be the whole page")
                 links.feed(text.decode(errors="replace"))
-            for target in dict.fromkeys(_target(page, link) for link in links.found):
+                found = response.geturl()  # Links begin there.
+            folder = _folder_of(found)
+            if not _is_page_for(folder, found, page):
+                raise RemoteError(
+                    f"{shown(page)} leads to {shown(found)}, which may be something else; "
+                    "name that URL if it is the folder"
+                )
+            for target in dict.fromkeys(_target(found, link) for link in links.found):
                 # A query sorts the page; others lead up, or away.
                 place = _meant(target)
-                if not place.startswith(folder) or {"?", "#"} & set(target) or place in seen:
+                below = name + place.removeprefix(folder)
+                if not place.startswith(folder) or {"?", "#"} & set(target) or below in seen:
                     continue
-                seen.add(place)
+                seen.add(below)
                 if len(seen) > _FOLDER_LIMIT:
                     raise RemoteError(f"{shown(self._url)} has more than {_FOLDER_LIMIT} files")
                 if target.endswith("/"):
-                    pages.append(target)
+                    pages.append((target, below))
                 else:
-                    yield target
+                    yield target, below
+
+
+def _folder_of(page: str) -> str:
+    """As links below it begin: no "//", "..", "HTTP:"."""
+    return _meant(_target(page, "."))
 
 
 def _target(page: str, link: str) -> str:
@@ -172,6 +182,17 @@ def _target(page: str, link: str) -> str:
     with contextlib.suppress(ValueError):
         return urljoin(page, link)
     return ""
+
+
+def _is_page_for(folder: str, found: str, page: str) -> bool:
+    """Whether the page that a server has led to may list the folder that was asked for: not what
+    looks like the place to log in, to begin, or to choose from all folders."""
+    asked = _folder_of(page)
+    path, asked_path = (each.split("/", 3)[3:] for each in (folder, asked))
+    split = urlsplit(found)
+    is_folder = split.path.endswith("/") and split.path != "/" and not split.query
+    # The same path on another host may also be that of the whole server.
+    return path == asked_path or (is_folder and not asked.startswith(folder))
 
 
 def _meant(url: str) -> str:
