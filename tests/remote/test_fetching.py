@@ -334,6 +334,20 @@ def test_servers_of_one_name_with_different_versions_are_not_mixed(
     assert not web.files["vit.pt"].odd_one
 
 
+def test_without_a_tag_two_versions_are_not_mixed(
+    web: WebServer, small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing would tell a part, or the rest of what broke off, from that of another version."""
+    url = web.put("vit.pt", CONTENT, tag="", changes_to=[OTHER])
+    assert read(trims_shim.fetch(url)) == CONTENT
+    url = web.put("broken.pt", CONTENT, tag="", cut_bytes=150_000)
+    monkeypatch.setattr(downloading, "_TRIES", 1)
+    with pytest.raises(RemoteUnreachable, match="150000 bytes came, of 200000"):
+        trims_shim.fetch(url)
+    web.put("broken.pt", OTHER, tag="")
+    assert read(trims_shim.fetch(url)) == OTHER
+
+
 @pytest.mark.parametrize("after", [b"", OTHER[:50_000], OTHER + CONTENT])
 def test_a_change_of_the_length_begins_it_again(
     after: bytes, web: WebServer, small_parts: None

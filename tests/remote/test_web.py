@@ -69,7 +69,7 @@ def test_a_server_without_ranges(web: WebServer) -> None:
 
 def test_lengths(web: WebServer) -> None:
     empty = looked(web.put("empty", b""))
-    assert (empty.size_bytes, empty.is_seekable) == (0, True)
+    assert (empty.size_bytes, empty.is_seekable) == (0, False)
     chunked = looked(url := web.put("chunked", CONTENT, has_ranges=False, is_chunked=True))
     assert (chunked.size_bytes, chunked.is_seekable) == (None, False)
     assert read(url) == CONTENT

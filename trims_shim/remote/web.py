@@ -134,7 +134,9 @@ class WebFiles:
             is_known = size.isdecimal()
             token = headers.get("ETag", "") or headers.get("Last-Modified", "")
             size_bytes = int(size) if is_known else None
-            return RemoteFile(name, url, size_bytes, token, has_ranges and is_known)
+            # Without a token, parts of two versions would be put together.
+            is_seekable = has_ranges and is_known and token != ""
+            return RemoteFile(name, url, size_bytes, token, is_seekable)
 
     def _below(self) -> Iterator[tuple[str, str]]:
         """The URLs that its pages link to below them, and what follows the folder's name there."""
