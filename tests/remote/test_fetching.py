@@ -348,6 +348,28 @@ def test_without_a_tag_two_versions_are_not_mixed(
     assert read(trims_shim.fetch(url)) == OTHER
 
 
+@pytest.mark.parametrize("tag", ["", '"1-gzip"', '"2"', 'W/"2"'])
+def test_parts_that_may_be_of_another_version_are_given_up(
+    tag: str, web: WebServer, small_parts: None, home: Path
+) -> None:
+    """Those of a server that has no tag for them, too; each stream asks a few times at most."""
+    url = web.put("vit.pt", CONTENT, tag='"1"', body_tag=tag)
+    with pytest.raises(RemoteUnreachable, match="other bytes than were asked for"):
+        trims_shim.fetch(url)
+    assert web.asked["body"] <= downloading._TRIES * streams.STREAMS
+    (partial,) = names_in(home)
+    assert (home / partial / "vit.pt").stat().st_size == 0
+
+
+@pytest.mark.parametrize("tags", [('"1"', 'W/"1"'), ('W/"1"', '"1"')])
+def test_a_tag_may_be_weak_in_one_answer_only(
+    tags: tuple[str, str], web: WebServer, small_parts: None
+) -> None:
+    """As Apache's is in the first second of a file."""
+    url = web.put("vit.pt", CONTENT, tag=tags[0], body_tag=tags[1])
+    assert read(trims_shim.fetch(url)) == CONTENT
+
+
 @pytest.mark.parametrize("after", [b"", OTHER[:50_000], OTHER + CONTENT])
 def test_a_change_of_the_length_begins_it_again(
     after: bytes, web: WebServer, small_parts: None

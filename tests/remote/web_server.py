@@ -23,6 +23,7 @@ class Served:
     ``cut_bytes``: the connection ends after so many bytes of a body, ``cuts`` times. ``length``:
     what Content-Length says instead of the truth. ``rate``: bytes a second for each connection.
     ``gate``: bodies wait for it. ``tag``: None for the content's hash. ``date``: Last-Modified.
+    ``body_tag``: the tag that all answers have but those to looks; None for the same.
     ``shift``: bodies begin so much later than they should. ``password``: of the header. ``busy``:
     the Retry-After (None for none) of as many answers before those of ``status``.
     """
@@ -33,6 +34,7 @@ class Served:
     has_ranges: bool = True
     tag: str | None = None
     date: str = ""
+    body_tag: str | None = None
     shift: int = 0
     location: str = ""
     cut_bytes: int = -1
@@ -111,6 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {name: value for name, value in known.items() if value}
         asked = self.headers.get("Range", "").removeprefix("bytes=")
         is_look = asked == "0-0"
+        if served.body_tag is not None and not is_look:
+            headers["ETag"] = served.body_tag
         with self.world.lock:
             self.world.asked["look" if is_look else "body"] += 1
             if served.odd_one and self.world.asked["body"] == 2 and not is_look:
