@@ -188,3 +188,13 @@ def test_messages_have_no_secrets() -> None:
     assert shown("zip://x?y::HTTP://h/x?s::t") == "zip://x?y::HTTP://h/x"
     assert shown("https://h/x::http://h?s") == "https://h/x::http://h"
     assert shown("abfs://c@a.example/x") == "abfs://c@a.example/x"
+
+
+def test_what_is_no_url_is_named_without_its_signature() -> None:
+    """A cache of fsspec's, before the URL of a web server."""
+    url = "simplecache::https://me:secret@a.example/vit.pt?sig=secret"
+    with pytest.raises(
+        ConfigError, match=r"'simplecache::https://a\.example/vit\.pt' is no"
+    ) as raised:
+        key_of(url)
+    assert "secret" not in str(raised.value)

@@ -120,7 +120,9 @@ def is_web(url: str) -> bool:
 def key_of(url: str) -> str:
     """The name of a URL among those of others, however it is signed. Raises ConfigError if none."""
     if not is_url(url) or url.endswith("://"):
-        raise ConfigError(f"{url!r} is no URL; write for example s3://bucket/model.safetensors")
+        raise ConfigError(
+            f"{shown(url)!r} is no URL; write for example s3://bucket/model.safetensors"
+        )
     if is_web(url):
         _check_host(url)
         url = _unsigned(url)
