@@ -14,7 +14,7 @@ import pytest
 
 from trims_shim.errors import RemoteUnreachable
 from trims_shim.remote import downloading
-from trims_shim.remote.downloading import download
+from trims_shim.remote.downloading import GivenUp, download
 from trims_shim.remote.listing import Listing, RemoteFile
 from trims_shim.remote.streams import STREAMS
 
@@ -161,6 +161,37 @@ def test_it_is_given_up_when_nothing_comes(is_seekable: bool, tmp_path: Path) ->
     assert len(remote.starts) == downloading._TRIES
 
 
+def test_pauses_between_tries_become_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(downloading, "_FIRST_PAUSE_S", 0.25)
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    remote = Fake(is_concurrent=False)
+    remote.fails = lambda start, end: start
+    with pytest.raises(RemoteUnreachable, match="it stopped"):
+        completed(remote, remote.list(), tmp_path)
+    assert pauses == [0.5, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("is_concurrent", [True, False])
+def test_what_was_given_up_is_not_tried_again(is_concurrent: bool, tmp_path: Path) -> None:
+    """Nor after a piece has come; it stays what it is, for who would ask for a change."""
+
+    class Busy(Fake):
+        def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[bytes]:
+            self.starts.append(start)
+            if start >= PART_BYTES:
+                raise GivenUp("it is busy")
+            yield CONTENT[start:PART_BYTES]
+            raise RemoteUnreachable("it stopped")
+
+    remote = Busy(is_concurrent=is_concurrent)
+    with pytest.raises(GivenUp):
+        completed(remote, remote.list(), tmp_path)
+    assert max(map(remote.starts.count, remote.starts)) == 1
+
+
 @pytest.mark.parametrize("size_bytes", [len(CONTENT) - 5, len(CONTENT) + 5])
 def test_another_length_than_was_said_is_an_error(size_bytes: int, tmp_path: Path) -> None:
     class Liar(Fake):
@@ -263,6 +294,7 @@ def test_small_files_are_read_at_the_same_time_and_not_more_than_streams(tmp_pat
             yield from super().read(file, start, end)
 
     remote = Gated()
+    remote.contents |= {"bert/0": b"", "bert/01a": b""}  # Which are not asked for.
     seen: list[int] = []
     completed(remote, remote.list(), tmp_path, seen.append)
     assert remote.arrived(tmp_path)
