@@ -712,6 +712,23 @@ def test_a_file_without_a_size_may_fill_only_what_is_to_spare(
     assert read(trims_shim.fetch(url)) == CONTENT
 
 
+def test_room_is_made_for_what_is_to_be_written(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for what a download has left there; and for a copy that has the digest."""
+    room: list[int] = []
+    monkeypatch.setattr(
+        copies.Copies, "make_room", lambda _, needed_bytes: room.append(needed_bytes)
+    )
+    monkeypatch.setattr(downloading, "_TRIES", 1)
+    url = web.put("vit.pt", CONTENT, cut_bytes=150_000, cuts=1)
+    with pytest.raises(RemoteUnreachable):
+        trims_shim.fetch(url)
+    trims_shim.fetch(url)
+    trims_shim.fetch(url, digest=digest_of(CONTENT))
+    assert room == [200_000, 50_000, 200_000]
+
+
 def test_a_server_with_hostile_names(web: WebServer, home: Path) -> None:
     web.put("x/../..", CONTENT)
     with pytest.raises(RemoteError, match="no name for a file"):
