@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -439,6 +440,27 @@ def test_a_damaged_copy_is_replaced(copies: Copies, home: Path) -> None:
     assert names_in(home) == ["k-1"]
 
 
+def test_what_is_no_copy_does_not_keep_its_name(copies: Copies, home: Path) -> None:
+    for make in (Path.touch, lambda path: path.symlink_to("/nonexistent")):
+        make(home / "k-1")
+        keep(copies, "k-1")
+        assert names_in(home / "k-1") == ["x.pt"]
+        assert copies.evict("k-1")
+
+
+def test_what_a_link_leads_to_keeps_its_mode(copies: Copies, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.touch()
+    other.chmod(0o640)
+    for _ in range(2):
+        partial = copies.claim("k-1")
+        assert partial is not None
+        with contextlib.suppress(FileExistsError):
+            (Path(partial.path) / "link").symlink_to(other)
+        partial.release()
+    assert other.stat().st_mode & 0o777 == 0o640
+
+
 def test_a_copy_stays_where_another_cannot_take_its_place(
     copies: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -549,6 +571,8 @@ def test_the_disk_counts_as_well_as_the_budget(
         copies.make_room(251)
     assert full.value.errno == errno.ENOSPC
     assert names_in(home) == ["b-1"], "all is not enough, so nothing goes"
+    copies.make_room(250)
+    assert names_in(home) == [], "all is just enough"
 
 
 # --- at the same moment ---------------------------------------------------------------------------

@@ -262,6 +262,10 @@ def test_what_servers_refuse(web: WebServer) -> None:
     with pytest.raises(PermissionError, match="403 Forbidden") as refused:
         looked(web.put("private", status=403))
     assert refused.value.errno == errno.EACCES
+    with pytest.raises(FileNotFoundError, match="410 Gone"):
+        looked(web.put("gone.pt", status=410))
+    with pytest.raises(PermissionError, match="407 Proxy Authentication Required"):
+        looked(web.put("vit.pt", status=407))
     with pytest.raises(RemoteUnreachable, match="500 Internal Server Error"):
         looked(web.put("broken", status=500))
 
