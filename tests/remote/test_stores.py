@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -382,3 +383,24 @@ def test_one_that_connects_at_once_is_not_reachable() -> None:
         with pytest.raises(RemoteUnreachable, match=r"ftp://me@127.*refused") as raised:
             StoreFiles(url)
     assert "secret" not in str(raised.value)
+
+
+def test_what_a_signal_handler_raises_is_no_error_of_the_store(
+    memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a time limit of the program's, which the copy from before would hide."""
+
+    def handler(*_: object) -> None:
+        raise TimeoutError("the program's own")
+
+    memory.pipe("/models/vit.pt", CONTENT)
+    files = StoreFiles("memory://models/vit.pt")
+    monkeypatch.setattr(
+        MemoryFileSystem, "info", lambda *_, **__: signal.raise_signal(signal.SIGALRM)
+    )
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(TimeoutError, match="the program's own"):
+            files.list()
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -114,6 +114,9 @@ def test_other_bytes_than_were_asked_for_are_not_taken(web: WebServer) -> None:
     url = web.put("vit.pt", CONTENT, shift=1)
     with pytest.raises(RemoteUnreachable, match="other bytes than were asked for"):
         read(url, 100, 200)
+    url = web.put("vit.pt", CONTENT, shift=9)
+    with pytest.raises(RemoteUnreachable, match="other bytes than were asked for"):
+        read(url, 1, 200)
 
 
 def test_a_server_that_says_nothing_more_is_given_up(
@@ -500,7 +503,7 @@ PAGE = b"""<![x[ a comment ]]> <![]>
 <html><a href="../">up</a> <a href="?C=N;O=D">Name</a> <a href="/">top</a>
 <a href="config.json">x</a> <a href='with%20space.bin'>x</a> <a href="config.json">again</a>
 <a href="below/">below/</a> <a href="http://elsewhere.example/x.bin">x</a> <a name="here">x</a>
-<a href="http://[host]/">no URL</a> <a href="//[">none</a>"""
+<link href="style.css"> <a href="http://[host]/">no URL</a> <a href="//[">none</a>"""
 
 
 def test_what_is_no_text_on_the_command_line_is_asked_for_as_its_bytes(web: WebServer) -> None:
@@ -557,7 +560,7 @@ def test_a_folder_that_has_moved_is_read_where_it_is(links: str, web: WebServer)
     ]
 
 
-@pytest.mark.parametrize("place", ["login", "login/?next=/my/bert/", "", "my/"])
+@pytest.mark.parametrize("place", ["login", "login/?next=/my/bert/", ""])
 def test_a_page_that_is_no_folder_is_not_taken_for_one(place: str, web: WebServer) -> None:
     """Its links would be taken for the files."""
     web.put(place.partition("?")[0], b'<a href="help.html">x</a>')
@@ -566,6 +569,22 @@ def test_a_page_that_is_no_folder_is_not_taken_for_one(place: str, web: WebServe
     url = web.put("my/bert/", status=302, location=f"/{place}")
     with pytest.raises(RemoteError, match=r"bert/ leads to http://[^?]*, which may be something"):
         WebFiles(url).list()
+    with serving() as other:
+        other.put(place.partition("?")[0], b'<a href="help.html">x</a>')
+        web.put("my/bert/", status=302, location=other.url(place))
+        with pytest.raises(RemoteError, match=r"bert/ leads to http://"):
+            WebFiles(url).list()
+
+
+def test_a_folder_that_leads_to_the_one_above_is_not_that(web: WebServer) -> None:
+    """All the others would be taken for its files, or itself again without end."""
+    page = b'<a href="a.bin">x</a><a href="bert/">x</a>'
+    url = web.put("my/", page)
+    web.put("my/a.bin", CONTENT)
+    web.put("my/bert/", status=302, location="/my/")
+    for each in (url, f"{url}bert/"):
+        with pytest.raises(RemoteError, match=r"/my/bert/ leads to http://\S*/my/, which may be"):
+            WebFiles(each).list()
 
 
 @pytest.mark.parametrize("place", ["", "?C=N", "my%20models/?C=N"])

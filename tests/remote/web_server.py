@@ -122,7 +122,8 @@ class _Handler(BaseHTTPRequestHandler):
                 headers["ETag"] = etag_of(content)
         if asked and served.has_ranges:
             if not content:
-                self._begin(416, {"Content-Range": "bytes */0", "Content-Length": "0"})
+                self._begin(416, {"Content-Range": "bytes */0", "Content-Length": "5"})
+                self.wfile.write(b"empty")
                 return
             start, _, end = asked.partition("-")
             first, last = int(start), min(int(end) + 1, len(content))
