@@ -1,7 +1,7 @@
 """What ``import trims_shim`` does to a process, in every order and with every switch.
 
 Each case is a program of its own in a fresh interpreter: what is imported, and when, is the point.
-Only four of them import torch; the others use safetensors.numpy.
+Only five of them import torch; the others use safetensors.numpy.
 """
 
 from __future__ import annotations
@@ -209,6 +209,19 @@ def test_patches_can_be_chosen(run: Run) -> None:
     assert run(program, TRIMS_PATCHES="safetensors").stdout == "True applied off\n"
     assert run(program, TRIMS_PATCHES="torch").stdout == "False off waiting\n"
     assert run(program, TRIMS_PATCHES="safetensors, torch").stdout == "True applied waiting\n"
+
+
+def test_safetensors_patch_serves_mappings_of_torch_load(run: Run) -> None:
+    """Both map files with the same method of torch."""
+    run(
+        "import sys, torch, trims_shim\n"
+        "path = sys.argv[1] + '.mapped.pt'\n"
+        "torch.save({'w': torch.arange(1 << 20)}, path)\n"
+        "for is_mapped in (False, True):\n"
+        "    assert torch.load(path, mmap=is_mapped)['w'][7] == 7\n"
+        "    assert trims_shim.stats().served == is_mapped\n",
+        TRIMS_PATCHES="safetensors",
+    )
 
 
 @pytest.mark.parametrize("is_before", [True, False], ids=["shim first", "library first"])

@@ -226,7 +226,8 @@ SETTINGS = (
         "patches",
         ",".join(PATCHABLE_LIBRARIES),
         _subset(*PATCHABLE_LIBRARIES),
-        "libraries to patch, separated by commas (torch also reads safetensors files into torch)",
+        "libraries to patch, separated by commas (torch also reads safetensors files into torch; "
+        "safetensors also serves torch.load(mmap=True))",
     ),
     Setting(
         "elide_copies",
