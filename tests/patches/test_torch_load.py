@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from served import grown, outcomes
 
 import trims_shim
 from trims_shim import diagnostics
@@ -75,6 +76,17 @@ def test_a_dtype_that_torch_does_not_have(
         torch.load(path, weights_only=False)
     assert str(ours.value) == str(theirs.value)
     assert events("built:recipe") == before
+
+
+@pytest.mark.usefixtures("_enabled")
+@pytest.mark.parametrize(("min_bytes", "reason"), [("1M", "small_file"), ("1", "not_a_file")])
+def test_why_a_file_in_memory_is_torchs(path: str, min_bytes: str, reason: str) -> None:
+    """Found: torch.export.load read its example inputs so, and a path was recommended for them."""
+    with FakeDaemon(min_bytes=min_bytes):
+        before = outcomes()
+        torch.load(io.BytesIO(Path(path).read_bytes()))
+        fallbacks = {name for name in outcomes() if name.startswith("fallback:")}
+        assert [name for name in fallbacks if grown(before, name)] == [f"fallback:{reason}"]
 
 
 def test_after_an_error_of_ours_torch_unpickles(

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from trims_shim import diagnostics, patches
+from trims_shim.client.cache import cache
 from trims_shim.errors import FormatError, UnsupportedFormat
 from trims_shim.formats import TorchArchive, read_archive
 from trims_shim.formats.torch_zip import RECORD_ALIGNMENT_BYTES
@@ -72,6 +73,7 @@ class ArchiveReader(_FileReader):  # type: ignore[misc]
         super().__init__(file)
         self.file = whole
         """The program's file, if the archive is all of it; else None."""
+        self._source = file
         self._is_asked = False
         self._served: ServedArchive | None = None
 
@@ -112,7 +114,8 @@ class ArchiveReader(_FileReader):  # type: ignore[misc]
     def _ask(self) -> ServedArchive | None:
         file = self.file
         if file is None:
-            diagnostics.fallback("not_a_file", what=self.api)
+            reason = "small_file" if _is_small(self._source) else "not_a_file"
+            diagnostics.fallback(reason, what=self.api)
             return None
         arena = arena_of_file(file.fileno(), file.name)
         if arena is None:
@@ -131,6 +134,14 @@ def serve(storage: torch.UntypedStorage, view: memoryview, name: str) -> ServedA
     except FormatError as error:
         diagnostics.fallback("unsupported_format", error, what=name)
         return None
+
+
+def _is_small(source: Any) -> bool:
+    """Whether a file in memory is one that would be left to torch on a disk, too.
+
+    So are the example inputs that torch.export.load reads from an archive.
+    """
+    return type(source) is io.BytesIO and source.getbuffer().nbytes < cache().config.min_bytes
 
 
 @or_none
