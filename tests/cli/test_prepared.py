@@ -15,7 +15,7 @@ from onnx_models import perceptron
 
 from trims_shim.cli import top
 from trims_shim.cli.exits import Exit
-from trims_shim.cli.prepared import prepared_lines, prepared_table
+from trims_shim.cli.prepared import prepared_lines, prepared_table, row_of
 from trims_shim.wire import admin
 
 from .conftest import Trims
@@ -164,6 +164,27 @@ def test_lines() -> None:
     assert prepared_lines(nothing_told) == []
 
 
+def test_each_number_is_in_its_place() -> None:
+    rows = [_row("ready")] * 3 + [_row("preparing")] * 2 + [_row("refused")] * 4
+    counters = {"prepared_hit": 5, "prepared_made": 6, "prepared_failed": 7, "prepared_refused": 8}
+    first, _, third, fourth = prepared_lines(_reply(*rows)._replace(counters=counters))
+    assert first.count("#") == first.count(".") - 1 == 15  # and 1.0 MiB
+    assert third.strip() == "3 ONNX models, 2 in preparation, 4 not servable;"
+    assert fourth.strip() == "5 hits, 6 made, 7 failed, 8 refused"
+
+
+def test_no_models() -> None:
+    """Yet, or any more."""
+    assert prepared_lines(_reply()) == ["prepared  no ONNX model yet; there may be 1.0 MiB of them"]
+    after = prepared_lines(_reply()._replace(counters={"prepared_made": 1}))
+    assert after[-1].strip() == "0 hits, 1 made, 0 failed, 0 refused"
+
+
+def test_a_path_is_not_cut_in_a_problem() -> None:
+    path = f"/{'long-' * 20}"
+    assert any(line.strip() == path for line in prepared_lines(_reply(problem=f"{path} is full")))
+
+
 def test_table() -> None:
     rows = (_row("ready"), _row("preparing", ""), _row("refused", reason="unknown_model"))
     _, ready, preparing, refused = prepared_table(_reply(*rows)).splitlines()
@@ -183,6 +204,17 @@ def test_table() -> None:
     assert "refused: unknown_model" in refused
     many = prepared_table(_reply(*[_row("ready")] * 25))
     assert many.endswith("... 5 more: `trims status --json`")
+    assert "more" not in prepared_table(_reply(*[_row("ready")] * 20))
+
+
+@pytest.mark.parametrize("state", ["preparing", "refused"])
+def test_what_only_ready_models_have_is_left_blank(state: str) -> None:
+    assert row_of(_row(state), 0)[2:5] == ("", "", "")
+
+
+def test_names_are_told_apart_and_printable() -> None:
+    row = _row("ready")._replace(names=("/a b.onnx", "/\x1b[2J.onnx"))
+    assert row_of(row, 0)[-1] == "/a b.onnx, /\\x1b[2J.onnx"
 
 
 @pytest.mark.parametrize(("images", "rows"), [(50, 1), (2, 50), (50, 50)])
