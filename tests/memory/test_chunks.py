@@ -112,7 +112,7 @@ def test_a_thread_that_cannot_begin() -> None:
 
     @contextlib.contextmanager
     def refuse() -> Iterator[None]:
-        raise DriverFailure("cuCtxPushCurrent")
+        raise DriverFailure("cuCtxSetCurrent")
         yield
 
     step.in_thread = refuse  # type: ignore[method-assign]

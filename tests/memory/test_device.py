@@ -355,7 +355,7 @@ def test_mapping_and_unmapping_are_safe_beside_a_graph_capture(
     [
         "cuThreadExchangeStreamCaptureMode:1=999",
         "cuDevicePrimaryCtxRetain=2",
-        "cuCtxPushCurrent=201",
+        "cuCtxSetCurrent:1=201",
         "cuMemAddressReserve=2",
         "cuMemImportFromShareableHandle:1=1",
         "cuMemImportFromShareableHandle:3=801",
@@ -363,7 +363,7 @@ def test_mapping_and_unmapping_are_safe_beside_a_graph_capture(
         "cuMemMap:2=2",
         "cuMemMap:3=1",
         "cuMemSetAccess=1",
-        "cuCtxPopCurrent=700",
+        "cuCtxSetCurrent:2=700",
     ],
 )
 def test_a_failed_mapping_leaves_nothing(
@@ -393,7 +393,8 @@ def test_a_failed_mapping_leaves_nothing(
         "cuMemMap",
         "cuMemRelease",
         "cuMemSetAccess",
-        "cuCtxPopCurrent",
+        "cuCtxGetCurrent",
+        "cuCtxSetCurrent",
     ],
 )
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, TimeoutError])
@@ -633,13 +634,13 @@ def test_a_legacy_opening_that_fails_leaves_nothing(
     with child(CREATE_LEGACY) as (creator, _):
         creator.say(GRANULE)
         handle, size = creator.hear()
-        fail("cuCtxPopCurrent:1=700")
-        with pytest.raises(DriverFailure, match=r"cuCtxPopCurrent.*ILLEGAL_ADDRESS"):
+        fail("cuCtxSetCurrent:2=700")
+        with pytest.raises(DriverFailure, match=r"cuCtxSetCurrent.*ILLEGAL_ADDRESS"):
             open_handles(device, [bytes.fromhex(handle)], [size])
         assert emulation.held().imported == 0
 
 
-@pytest.mark.parametrize("call", ["cuIpcOpenMemHandle", "cuCtxPopCurrent"])
+@pytest.mark.parametrize("call", ["cuIpcOpenMemHandle", "cuCtxSetCurrent"])
 def test_a_legacy_opening_interrupted_right_after_a_call_leaves_nothing(
     device: str, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from trims_shim.errors import DriverFailure
 from trims_shim.memory import driver as driver_module
 from trims_shim.memory import libcuda
 from trims_shim.memory.driver import IPC_HANDLE_BYTES, Driver, driver, forget
+from trims_shim.memory.libcuda import Library
 
 GRANULE = emulation.GRANULARITY
 TIMEOUT_S = 60.0
@@ -216,8 +218,8 @@ CALLS: dict[str, Callable[[Driver], object]] = {
     "cuMemUnmap": lambda it: it.unmap(GRANULE, GRANULE),
     "cuMemSetAccess": lambda it: it.set_access(GRANULE, GRANULE, 0, is_writable=True),
     "cuDevicePrimaryCtxRetain": lambda it: it.synchronize(0),
-    "cuCtxPushCurrent": lambda it: it.synchronize(0),
-    "cuCtxPopCurrent": lambda it: it.synchronize(0),
+    "cuCtxGetCurrent": lambda it: it.synchronize(0),
+    "cuCtxSetCurrent": lambda it: it.synchronize(0),
     "cuCtxSynchronize": lambda it: it.synchronize(0),
     "cuThreadExchangeStreamCaptureMode": lambda it: it.synchronize(0),
     "cuStreamCreate": lambda it: it.new_stream(),
@@ -502,6 +504,39 @@ def test_an_error_in_the_block_leaves_the_context(opened: Driver) -> None:
     with pytest.raises(KeyError), opened.context(0):
         raise KeyError
     assert current_context() == 0
+
+
+@pytest.mark.parametrize("emulated_environment", [{"devices": 2}], indirect=True)
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_an_interrupt_right_after_a_call_leaves_the_context(
+    opened: Driver, monkeypatch: pytest.MonkeyPatch, is_nested: bool
+) -> None:
+    """Found: the device's context stayed the thread's current one."""
+    with opened.context(1) if is_nested else contextlib.nullcontext():
+        before = current_context()
+        for turn in itertools.count():
+            with monkeypatch.context() as patch:
+                interrupt_after(turn, patch)
+                try:
+                    with opened.context(0):
+                        break
+                except KeyboardInterrupt:
+                    assert current_context() == before
+        assert turn > 1
+    assert current_context() == 0
+
+
+def interrupt_after(turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one of all calls of the driver end as if a signal handler had raised meanwhile."""
+    original, calls = Library.call, itertools.count()
+
+    def interrupted(self: Library, name: str, *inputs: Any, **named: Any) -> Any:
+        result = original(self, name, *inputs, **named)
+        if next(calls) == turn:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(Library, "call", interrupted)
 
 
 def test_capture_mode_is_relaxed_inside_the_block_only(opened: Driver) -> None:

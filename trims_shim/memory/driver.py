@@ -205,11 +205,15 @@ class Driver:
         The first use retains it, and creates it if the process has none: then it costs some hundred
         MB of device memory until the process ends.
         """
-        self._call("cuCtxPushCurrent", self._primary(index))
+        primary = self._primary(index)
+        before = self._number("cuCtxGetCurrent")
+        # Not pushed and popped: whether a call that a signal handler interrupted was made does not
+        # show, and the wrong context would be popped, or ours left.
         try:
+            self._call("cuCtxSetCurrent", primary)
             yield
         finally:
-            self._call("cuCtxPopCurrent")
+            self._call("cuCtxSetCurrent", before)
 
     @contextlib.contextmanager
     def relaxed_capture(self) -> Iterator[None]:

@@ -152,8 +152,8 @@ FUNCTIONS = {
         Function("cuMemUnmap", None, (_WORD, _SIZE)),
         Function("cuMemSetAccess", None, (_WORD, _SIZE, POINTER(CUmemAccessDesc), _SIZE)),
         Function("cuDevicePrimaryCtxRetain", _WORD, (_INT,)),
-        Function("cuCtxPushCurrent_v2", None, (_WORD,)),
-        Function("cuCtxPopCurrent_v2", _WORD, ()),
+        Function("cuCtxGetCurrent", _WORD, ()),
+        Function("cuCtxSetCurrent", None, (_WORD,)),
         Function("cuCtxSynchronize", None, ()),
         # An exchange: the value behind the pointer is both read and written.
         Function("cuThreadExchangeStreamCaptureMode", None, (POINTER(ctypes.c_int),)),
