@@ -231,8 +231,8 @@ class DeviceMapping:
         driver().import_descriptor(descriptor, into=handle)
         self._undo.append(partial(driver().unmap, address, size_bytes))
         driver().map(address, size_bytes, handle.value)
-        driver().release(handle.value)
-        handle.value = 0
+        # The handle is kept until then: a release that was interrupted could be made twice, and
+        # give up what has got the same number meanwhile.
 
     def _open(self, handle: bytes, size_bytes: int, index: int) -> None:
         self._undo.append(partial(_if_made, partial(_close_handle, index), self._address))
