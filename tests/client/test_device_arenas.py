@@ -371,6 +371,26 @@ class TestTrouble:
         os.close(file)
         assert turn > 100
 
+    def test_an_interrupt_while_it_is_noted_as_mapped(
+        self, client: Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: the lease was given up first, and an ``ipc`` daemon may then free the memory."""
+        held: list[int] = []
+        client.grantor.on_release = lambda: held.append(emulation.held().mappings)
+        serve = device_arenas._Process.serve
+
+        def noted(process: Any, arena: DeviceArena) -> None:
+            serve(process, arena)
+            raise KeyboardInterrupt
+
+        path = client.file()
+        client.grantor.load(path)
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(device_arenas._Process, "serve", noted)
+            client.open(path)
+        wait_until(lambda: client.grantor.leases == {}, "released")
+        assert held == [0]
+
 
 def is_interrupted_while_mapped(client: Client, descriptor: int, turn: int) -> bool:
     """Whether a load is interrupted at the given one of the points at which a handler may run."""

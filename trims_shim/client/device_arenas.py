@@ -178,19 +178,20 @@ def adopt(
     closed in any case. The end of the outline does both, wherever an interrupt comes. Raises
     WireError for a grant that does not fit its outline, DriverFailure, MemoryFailure.
     """
-    is_leased = False
+    mapping = DeviceMapping()
     try:
         with _process.lock:
             arena = _process.held(outline.digest, device)
             if arena is None:
-                arena = _process.serve(_map(outline, grant, allocations, device, name))
-                is_leased = True
+                arena = _process.serve(_map(outline, grant, allocations, device, name, mapping))
         return arena
     finally:
         # The mapping keeps the memory, so the descriptors are not needed.
         for each in allocations:
             each.close()
-        if not is_leased:
+        # Of what is mapped the lease goes after the mapping, also if an interrupt came in between:
+        # without a lease, the memory of a handle may be freed.
+        if mapping.is_empty:
             outline.release()
 
 
@@ -233,6 +234,7 @@ def _map(
     allocations: Sequence[OwnDescriptor],
     device: DeviceId,
     name: str,
+    mapping: DeviceMapping,
 ) -> DeviceArena:
     if grant is None:
         raise WireError(f"no device memory was granted for {name}")
@@ -245,7 +247,6 @@ def _map(
             f"process as {layout.fingerprint()}; run `trims stop` if the versions differ"
         )
     index = driver().index_of(device)
-    mapping = DeviceMapping()
     # Before anything is mapped: the arena's end unmaps it, wherever an interrupt comes.
     arena = DeviceArena(
         DeviceImage(
