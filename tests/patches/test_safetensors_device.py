@@ -416,6 +416,20 @@ def test_after_an_error_the_compiled_class_opens_the_file(
     assert type(safetensors.safe_open(path, "pt", device=device)) is Theirs.safe_open
 
 
+def test_after_an_error_with_the_image_the_compiled_class_opens_the_file(
+    devices: Devices, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: want of memory for the tensors' names was the program's."""
+
+    def no_memory(*_: Any) -> Any:
+        raise MemoryError
+
+    relax()
+    monkeypatch.setattr(safetensors_device._DeviceFile, "__init__", no_memory)
+    assert type(safetensors.safe_open(path, "pt", device="cuda")) is Theirs.safe_open
+    assert reasons() == {"internal_error": 1}
+
+
 def test_absent_devices(devices: Devices, path: str) -> None:
     assert type(safetensors.safe_open(path, "pt", device=f"cuda:{DEVICES}")) is Theirs.safe_open
     assert reasons() == {"no_such_device": 1}

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from trims_shim import diagnostics, patches
-from trims_shim.errors import FormatError, UnsupportedFormat
+from trims_shim.errors import UnsupportedFormat
 from trims_shim.formats.torch_zip import TorchArchive
 from trims_shim.patches import torch_device
 from trims_shim.patches.asking import opened, or_none
@@ -83,13 +83,16 @@ def _open(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Devi
     kind, arena, place = found
     token = patches.overridden.set(False)
     try:
-        return kind(original(*args, **kwargs), arena, place)
-    except FormatError as error:
-        filename = args[0] if args else kwargs["filename"]
-        torch_device.skip(error.reason, what=f"{filename}: {error}")
-        return None
+        file = original(*args, **kwargs)
     finally:
         patches.overridden.reset(token)
+    try:
+        return kind(file, arena, place)
+    # Border: the shim never makes a load fail; the compiled class goes on.
+    except Exception as error:
+        filename = args[0] if args else kwargs["filename"]
+        torch_device.skip.error(error, what=f"{filename}: {error}")
+        return None
 
 
 @or_none
@@ -145,7 +148,7 @@ class _DeviceFile:
     """Stands in for a compiled ``safe_open``."""
 
     def __init__(self, file: Any, arena: DeviceArena, place: Place) -> None:
-        """Raises FormatError where this package reads the header differently."""
+        """Raises UnsupportedFormat where this package reads another format."""
         records = arena.layout.contents
         if isinstance(records, TorchArchive):
             raise UnsupportedFormat("the image is no safetensors file")
