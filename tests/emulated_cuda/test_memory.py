@@ -168,6 +168,7 @@ class TestMappings:
         assert failure("cuMemMap", address, SIZE + 2 * MIB, 0, handle, 0) == "INVALID_VALUE"
         assert failure("cuMemMap", address + 2 * MIB, SIZE, 0, handle, 0) == "INVALID_VALUE"
         assert failure("cuMemMap", address, MIB, 0, handle, 0) == "INVALID_VALUE"
+        assert failure("cuMemMap", address, SIZE - 2 * MIB, 0, handle, 0) == "INVALID_VALUE"
         assert failure("cuMemMap", address, SIZE, 2 * MIB, handle, 0) == "INVALID_VALUE"
         call("cuMemMap", address, SIZE, 0, handle, 0)
         assert failure("cuMemMap", address, SIZE, 0, handle, 0) == "INVALID_VALUE"

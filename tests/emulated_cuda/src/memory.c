@@ -267,7 +267,7 @@ EXPORT CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset,
         return CUDA_ERROR_INVALID_VALUE;
     lock();
     struct allocation *allocation = find(handle);
-    if (allocation == NULL || bytes > allocation->bytes || !is_reserved(address, bytes) ||
+    if (allocation == NULL || bytes != allocation->bytes || !is_reserved(address, bytes) ||
         is_anything_mapped(address, bytes))
         return unlock(CUDA_ERROR_INVALID_VALUE);
     struct region *region = space_map(address, bytes, allocation->descriptor, offset);
