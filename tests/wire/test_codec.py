@@ -125,6 +125,14 @@ def test_an_integer_has_64_bits() -> None:
             codec.checked(int, value)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_float_is_finite(value: float) -> None:
+    """Found: `trims status` failed with an error of Python's."""
+    message = sample(admin.GetStatusReply)._replace(idle_exit_s=value)
+    with pytest.raises(MalformedMessage, match="idle_exit_s"):
+        codec.decode(codec.encode(message))
+
+
 @pytest.mark.parametrize("verb", ["Nothing", "Any", "dataclass", "", 7, None, ["Hello"], b"Hello"])
 def test_unknown_verbs_are_refused(verb: object) -> None:
     with pytest.raises(UnknownMessage):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import math
 import types
 import typing
 from typing import Any
@@ -183,6 +184,8 @@ def _checked(hint: Any, value: Any, where: str) -> Any:
     if type(value) is hint:  # of one of the plain types; first, because it is the most frequent
         if hint is int and not -(1 << 63) <= value < 1 << 64:
             raise MalformedMessage(f"{where}: {value} does not fit 64 bits")
+        if hint is float and not math.isfinite(value):
+            raise MalformedMessage(f"{where}: {value} is no finite number")
         return value
     origin = typing.get_origin(hint)
     if origin is types.UnionType:  # of a type and None
