@@ -20,7 +20,14 @@ from trims_shim.cli import status, text
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
 from trims_shim.wire import handover, messages
-from trims_shim.wire.admin import GetStatusReply, ImageStatus, MemoryStatus
+from trims_shim.wire.admin import (
+    DeviceStatus,
+    GetStatusReply,
+    ImageStatus,
+    MemoryStatus,
+    PreparedStatus,
+    PreparedStorage,
+)
 
 from .conftest import MODEL_BYTES, Trims
 
@@ -70,6 +77,26 @@ def test_the_images_used_last_are_shown(
     assert sum(f"{number:02}" * 6 in shown for number in range(count)) == 20
     assert shown.endswith(f"{more}\n0 clients\n")
     assert ("trims ls" in shown) == bool(more)
+
+
+def test_what_a_daemon_says_steers_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may be another user's."""
+    said = "\x1b[2J"
+    reply = GetStatusReply(
+        *(said, 3, 7, 0, 0, 0.0, said),
+        MemoryStatus(said, said, 1, 0, 0, 0),
+        (ImageStatus(said, 1, 1, 0, False, 0, 0, 0, 1, (said,), said),),
+        (),
+        {},
+        (DeviceStatus(said, said, said, 1, 1, 1, 0, 0, 0, 0),),
+        (PreparedStatus(said, said, 1, 0, 0, 0, 0, (said,), said, said),),
+        PreparedStorage(said, 1, 0, said),
+    )
+    monkeypatch.setattr(status, "ask", lambda: reply)
+    assert main(["status"]) == Exit.OK
+    assert "\x1b" not in capsys.readouterr().out
 
 
 def test_what_clients_say_of_themselves_steers_no_terminal(warmed: Trims) -> None:

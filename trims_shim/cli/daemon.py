@@ -16,7 +16,7 @@ from trims_shim.children import be_called
 from trims_shim.cli.devices import image_total
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.saying import say
-from trims_shim.cli.text import counted, duration, print_json, size
+from trims_shim.cli.text import counted, duration, print_json, printable, size
 from trims_shim.client.connection import Connection
 from trims_shim.errors import DaemonTimeout, DaemonUnavailable
 from trims_shim.wire import admin, codec, handover, messages
@@ -65,7 +65,7 @@ def stop(arguments: argparse.Namespace) -> Exit:
     if arguments.json:
         print_json({"stopped": True, **codec.plain(stopped)})
     else:
-        print("\n".join(_describe(stopped)))
+        print("\n".join(map(printable, _describe(stopped))))
     return Exit.OK
 
 

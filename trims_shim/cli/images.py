@@ -245,7 +245,8 @@ def _pin(arguments: argparse.Namespace, *, is_pinned: bool) -> Exit:
     if arguments.json:
         print_json({"digest": reply.digest, "is_pinned": is_pinned})
     else:
-        print(f"{reply.digest[:12]} is {'pinned' if is_pinned else 'no longer pinned'}")
+        state = "pinned" if is_pinned else "no longer pinned"
+        print(f"{printable(reply.digest[:12])} is {state}")
     return Exit.OK
 
 
@@ -318,7 +319,8 @@ def verify(arguments: argparse.Namespace) -> Exit:
         for reply in checked:
             for check in reply.tiers:
                 where = f" on {check.tier}" if len(reply.tiers) > 1 else ""
-                print(f"{reply.digest[:12]} {_verdict(reply.digest, check, where)}")
+                verdict = f"{reply.digest[:12]} {_verdict(reply.digest, check, where)}"
+                print(printable(verdict))
     return Exit.FAILED if damaged else Exit.OK
 
 

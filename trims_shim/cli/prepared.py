@@ -56,12 +56,13 @@ def prepared_table(reply: GetStatusReply) -> str:
 def row_of(each: PreparedStatus, now_ns: int) -> tuple[str, ...]:
     """The cells of a row, in the order of :data:`TITLES`."""
     is_ready = each.state == "ready"
-    return (
+    cells = (
         each.key[:12] or "?",
         f"{each.state}: {each.reason}" if each.reason else each.state,
         size(each.size_bytes) if is_ready else "",
         str(each.leases) if is_ready else "",
         str(each.hits) if is_ready else "",
         ago(each.used_ns, now_ns),
-        printable(", ".join(each.names)),
+        ", ".join(each.names),
     )
+    return tuple(map(printable, cells))

@@ -140,7 +140,7 @@ def headline(reply: GetStatusReply) -> list[str]:
         f"{_by_reason(clients['made_private'])}"
     )
     uptime = duration((reply.now_ns - reply.started_ns) / 1e9)
-    return [
+    lines = [
         f"daemon    pid {reply.pid}, trims_shim {reply.package}, up {uptime}, "
         + (f"exits when idle for {duration(reply.idle_exit_s)}" if reply.idle_exit_s else "stays"),
         f"memory    {memory.kind}",
@@ -153,6 +153,7 @@ def headline(reply: GetStatusReply) -> list[str]:
         *_loads(clients),
         *(_wrapped(on_devices) if reply.devices else ()),
     ]
+    return [printable(line) for line in lines]  # The daemon may be another user's.
 
 
 def _loads(clients: dict[str, Any]) -> list[str]:
@@ -195,7 +196,7 @@ def _show(reply: GetStatusReply) -> None:
     is_other = reply.config_hash != cache().config.daemon_hash()
     if is_other and cache().endpoint.owner() == os.geteuid():  # not another's, with settings of his
         print("\n".join(_wrapped(f"note      {RESTART_HINT}")))
-    print(f"\n{image_count(reply)}")
+    print(f"\n{printable(image_count(reply))}")
     if reply.images:
         print(_images(reply.images[:_IMAGES_SHOWN], reply.now_ns))
     if len(reply.images) > _IMAGES_SHOWN:
@@ -215,15 +216,16 @@ def _images(images: Sequence[ImageStatus], now_ns: int) -> str:
 
 def row_of(image: ImageStatus, now_ns: int) -> tuple[str, ...]:
     """The cells of a row, in the order of :data:`TITLES`."""
-    return (
+    cells = (
         image.digest[:12] + (" pinned" if image.is_pinned else ""),
         size(image.size_bytes),
         short(image.tier),
         str(image.leases),
         str(image.hits),
         ago(image.used_ns, now_ns),
-        printable(", ".join(image.names)),
+        ", ".join(image.names),
     )
+    return tuple(map(printable, cells))
 
 
 def _clients(clients: list[ClientStatus], now_ns: int) -> str:
