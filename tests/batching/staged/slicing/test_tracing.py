@@ -10,6 +10,8 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.map import map as map_rows
+from torch._higher_order_ops.while_loop import while_loop
 
 from tests.batching.staged.slicing.networks import Encoder, Recurrent, UNet, join_and_take
 from trims_shim.batching.staged.activations import Shared
@@ -65,6 +67,18 @@ WRITES = re.compile("autocast|set_grad|foreach")
 def add_with_autocast(x: torch.Tensor) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         x.add_(1)
+
+
+def by_sign(x: torch.Tensor) -> torch.Tensor:
+    """One way for the whole batch."""
+    return torch.cond(x.mean() > 0, lambda x: x * 2, lambda x: x * 3, (x,))
+
+
+def until_large(x: torch.Tensor, *, by: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Doubled as often as one row, or what the body of the loop makes of it, tells."""
+    count = torch.tensor(0.0)
+    step = lambda i, x: (by(i, x), x * 2)  # noqa: E731 - as torch wants them
+    return while_loop(lambda i, x: i < 4, step, (count, x + 0))[1]
 
 
 def with_autocast(function: Forward) -> Forward:
@@ -432,6 +446,20 @@ class TestWhatCannotBeCut:
             (lambda self, x: x + nn.Dropout().eval()(self.table).add_(1)[0], "changes its 'table'"),
             (with_autocast(nn.functional.dropout), r"dropout.* depends on chance"),
             (lambda self, x: x + torch.rand_like(x), r"rand_like.* depends on chance"),
+            (lambda self, x: by_sign(torch.relu(x)) + 1, "cond branches on what is in the batch"),
+            (with_autocast(by_sign), "cond branches on what is in the batch"),
+            (
+                lambda self, x: torch.cond(self.weight.sum() > 0, by_sign, torch.relu, (x,)),
+                "cond branches on what is in the batch",
+            ),
+            (
+                lambda self, x: torch.cond(x.shape[0] > 9, torch.relu, torch.exp, (x,)),
+                "cond branches on what is in the batch",
+            ),
+            (
+                lambda self, x: until_large(x, by=lambda i, x: i + x.amax()),
+                "while_loop branches on what is in the batch",
+            ),
             (lambda self, x: x @ torch.ones(5, 5), "does not run with the example: .*5x5"),
             (lambda self, x: nn.functional.dropout(x), r"dropout.* depends on chance"),
         ],
@@ -439,6 +467,20 @@ class TestWhatCannotBeCut:
     def test_is_named(self, forward: Forward, message: str) -> None:
         with pytest.raises(StagingError, match=message):
             trace(forward)
+
+    @pytest.mark.parametrize(
+        "forward",
+        [
+            lambda self, x: torch.cond(self.weight.sum() > 0, torch.relu, torch.exp, (x + 1,)) * 2,
+            lambda self, x: until_large(x, by=lambda i, x: i + 1) * 2,
+            lambda self, x: map_rows(by_sign, torch.relu(x) - 0.5) * 2,
+        ],
+    )
+    def test_branches_that_are_nobody_elses(self, forward: Forward) -> None:
+        traced = trace(forward, torch.rand(4, 3))
+        assert traced.cuts()
+        for cut in traced.cuts():
+            check(traced, [cut.position])
 
     def test_arguments_that_forward_does_not_name(self) -> None:
         class Shifted(nn.Module):

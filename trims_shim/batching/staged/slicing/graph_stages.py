@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trims_shim.batching.staged.activations import Shared
+from trims_shim.batching.staged.slicing.branches import branches
 from trims_shim.batching.staged.slicing.cutting import Cut
 from trims_shim.batching.staged.slicing.examples import (
     Example,
@@ -79,7 +80,7 @@ class StagedGraph:
         with torch.inference_mode(False):
             self._small = self._values(example.of_rows(_SMALL), self._written)
             self._large = self._values(example.of_rows(_LARGE), {})
-        self._with_data = self._find_data()
+        self._with_data = self._find_data(self.inputs)
         self._lengths = self._find_lengths()
         self._batched = {node for node in (*self.inputs, *self.operations) if self._has_rows(node)}
         self._all_written = frozenset(itertools.chain.from_iterable(self._written.values()))
@@ -143,6 +144,18 @@ class StagedGraph:
             for memory in self._written[node] & names.keys():
                 yield node, names[memory]
 
+    def branches(self) -> Iterator[Node]:
+        """Each operation that does something else with another batch, as torch.cond does."""
+        inputs = {node for node in self.inputs if self._is_batched(node)}
+        size = {each for node in inputs for each in _symbols(node, axes=1)}
+        counts = {
+            node
+            for node in self.operations
+            if isinstance(self._small[node], bool | int | float) and _symbols(node) & size
+        }
+        data = self._find_data(inputs) | counts
+        return branches(self._module, data, _contents_of, rows=self._batched)
+
     # --- what may cross ---------------------------------------------------------------------------
 
     def cuts(self) -> list[Cut]:
@@ -153,9 +166,9 @@ class StagedGraph:
             if position and crossing and any(map(self._is_batched, crossing))
         ]
 
-    def _find_data(self) -> set[Node]:
-        """The nodes that depend on the contents of the inputs, not only on their shapes."""
-        found: set[Node] = set(self.inputs)
+    def _find_data(self, inputs: Collection[Node]) -> set[Node]:
+        """The nodes that depend on the contents of these inputs, not only on their shapes."""
+        found = set(inputs)
         for node in self.operations:
             if found.intersection(_contents_of(node)):
                 found.update((node, *self._written_with(node)))

@@ -74,6 +74,7 @@ class TracedModel:
                 "(slice_blocks), or write its stages as functions"
             ) from error
         _check_writing(self._graph, self.name)
+        _check_branches(self._graph, self.name)
         if varying:
             leaves.refuses_one = not self._holds(self.example.with_sizes_of_one(varying))
 
@@ -417,6 +418,16 @@ def _check_writing(graph: StagedGraph, name: str) -> None:
             f"{name} cannot be cut into stages: {node.target} changes its "
             f"{attribute!r}{_place(node)}; batches that run at the same time would see "
             "each other's"
+        )
+
+
+def _check_branches(graph: StagedGraph, name: str) -> None:
+    """Raise StagingError for an operation that branches on what is in the batch."""
+    for node in graph.branches():
+        raise StagingError(
+            f"{name} cannot be cut into stages: {node.target} branches on what is in the "
+            "batch; whoever joins it may change what the others get. Choose for each row "
+            "(torch.where)"
         )
 
 
