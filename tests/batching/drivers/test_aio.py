@@ -854,6 +854,36 @@ def test_the_batchers_own_loop_is_replaced_when_somebody_stops_it() -> None:
     batcher.close(timeout_s=LONG_S)
 
 
+def test_batches_that_run_in_the_batchers_own_loop_clean_up_when_it_is_stopped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cleaned = list[int]()
+
+    async def stops(items: list[int]) -> list[int]:
+        try:
+            if items == [13]:
+                asyncio.get_running_loop().stop()
+            if items != [1]:
+                await asyncio.sleep(LONG_S)
+        finally:
+            await asyncio.sleep(0)
+            cleaned.extend(items)
+        return items
+
+    batcher = greedy(stops, devices=2, max_batch_size=1)
+    requests = [batcher.submit(item) for item in (12, 13)]
+    assert all("has ended" in str(request.exception(LONG_S)) for request in requests)
+    assert batcher(1) == 1  # at once, in another loop
+    wait_until(lambda: len(cleaned) == 3)
+    assert sorted(cleaned) == [1, 12, 13]
+    batcher.drain(LONG_S)
+    stats = batcher.stats()
+    assert (stats.submitted, stats.failed, stats.answered) == (3, 2, 1)
+    batcher.close(timeout_s=LONG_S)
+    gc.collect()
+    assert not caplog.records  # "Task was destroyed but it is pending!"
+
+
 def test_who_waits_for_requests_of_a_loop_that_is_stopped_is_told() -> None:
     stopping, may_go = threading.Event(), threading.Event()
 

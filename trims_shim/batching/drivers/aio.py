@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from trims_shim.batching.drivers.dispatch import Dispatch
@@ -199,6 +199,7 @@ class LoopDispatch(Dispatch):
         self.loop = loop
         self.on_rest: Callable[[], None] | None = None
         """Ends the loop, where it is the batcher's own."""
+        self._is_lost = False
         self._tasks: set[asyncio.Task[None]] = set()
         """Of batches that run. A forked child keeps the parent's: a task that is gone ends the
         user's code."""
@@ -223,8 +224,8 @@ class LoopDispatch(Dispatch):
 
     @property
     def is_lost(self) -> bool:
-        """Whether its loop is closed."""
-        return self.loop.is_closed()
+        """Whether its loop is closed, or about to be."""
+        return self._is_lost or self.loop.is_closed()
 
     @property
     def is_over(self) -> bool:
@@ -234,16 +235,18 @@ class LoopDispatch(Dispatch):
     def lose(self) -> None:
         """Fail all open requests: its loop is closed, or was stopped for good."""
         with self._lock:
-            self._end_all()
+            self._end_all(self._ended_loop())
+        self._is_lost = True  # all is counted, and who is told now may ask again, on another loop
         super().settle()
         for done in list(self._direct):
-            done.fail(self._closed())
+            done.fail(self._ended_loop())
             self._direct.pop(done, None)
 
     def _closed(self) -> BatchingError:
-        if self.is_lost:
-            return BatchingError(f"{self.function.name}: the event loop of its batches has ended")
-        return super()._closed()
+        return self._ended_loop() if self.is_lost else super()._closed()
+
+    def _ended_loop(self) -> BatchingError:
+        return BatchingError(f"{self.function.name}: the event loop of its batches has ended")
 
     def rest(self) -> None:
         """See :class:`Dispatch`."""
@@ -515,18 +518,26 @@ class ThreadLoop:
                 dispatch.lose()
 
 
+def _cancel(loop: asyncio.AbstractEventLoop, tasks: Collection[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.wait(tasks, timeout=JOIN_S))
+
+
 def _tidy_up(loop: asyncio.AbstractEventLoop, dispatch_ref: weakref.ref[LoopDispatch]) -> None:
     """As ``asyncio.run`` ends: tasks and generators that batches left behind may clean up.
 
-    For at most :data:`JOIN_S` each. Batches that still run are failed afterwards.
+    For at most :data:`JOIN_S` each. Then batches that still run, as users' code has stopped the
+    loop, are failed, and their tasks end.
     """
     left = asyncio.all_tasks(loop)
     if (dispatch := dispatch_ref()) is not None:
         left -= dispatch._tasks
     del dispatch
-    for task in left:
-        task.cancel()
-    if left:
-        loop.run_until_complete(asyncio.wait(left, timeout=JOIN_S))
+    _cancel(loop, left)
     with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
         loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), JOIN_S))
+    if (dispatch := dispatch_ref()) is not None:
+        dispatch.lose()
+        _cancel(loop, dispatch._tasks)

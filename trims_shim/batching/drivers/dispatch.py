@@ -560,10 +560,10 @@ class Dispatch(ABC):
         running = (request for job in self._jobs for request in job.requests)
         return [*self._waiting.values(), *self._overflow, *running]
 
-    def _end_all(self) -> None:
+    def _end_all(self, error: BatchingError) -> None:
         """Under the lock: no batch runs any more, so all requests fail, also later ones."""
         self._is_shut = True
-        self._fail(self._open_requests(), self._closed())
+        self._fail(self._open_requests(), error)
         for each in (self._waiting, self._overflow, self._late, self._jobs, self._held):
             each.clear()
         self._policy = self.options.learning.make_policy()
