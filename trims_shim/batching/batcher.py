@@ -516,6 +516,7 @@ class Batcher(Generic[Item, Result, Piece]):
 
     async def aclose(self, *, cancel: bool = False) -> None:
         """As :meth:`close`; awaits."""
+        _aio().running_loop(self._engine)  # without one it stays open
         self._engine.close(cancel=cancel)
         await _aio().settled(self._engine)
         self._engine.rest()

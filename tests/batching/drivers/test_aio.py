@@ -409,13 +409,22 @@ def test_where_no_thread_can_be_had_there_is_an_error(
         assert batcher(1) == 2
 
 
-def test_where_threads_are_gevents_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "asks", "patched"),
+    [
+        ("gevent.monkey", "is_module_patched", "threading"),
+        ("eventlet.patcher", "is_monkey_patched", "thread"),
+    ],
+)
+def test_where_threads_are_replaced_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, module: str, asks: str, patched: str
+) -> None:
     """They share one thread of the system, which has one running loop for asyncio."""
-    patched = types.SimpleNamespace(is_module_patched=lambda name: name == "threading")
-    monkeypatch.setitem(sys.modules, "gevent.monkey", patched)  # type: ignore[arg-type]
+    patcher = types.SimpleNamespace(**{asks: lambda name: name == patched})
+    monkeypatch.setitem(sys.modules, module, patcher)  # type: ignore[arg-type]
     with greedy(adouble) as batcher:
         for ask in (batcher, batcher.submit):
-            with pytest.raises(RuntimeError, match=r"adouble is asynchronous .* gevent"):
+            with pytest.raises(RuntimeError, match=f"adouble is asynchronous .* {module[:6]}"):
                 ask(1)
     with greedy(lambda items: items) as plain:
         assert plain.submit(1).result(LONG_S) == 1
@@ -425,9 +434,15 @@ def test_where_threads_are_gevents_it_says_so(monkeypatch: pytest.MonkeyPatch) -
 def test_awaiting_without_a_loop_of_asyncio_says_what_to_do(function: Any) -> None:
     # As under trio, whose tasks run on no loop of asyncio.
     with Batcher(function) as batcher:
-        for awaited in (batcher.aio(1), batcher.adrain(), anext(batcher.astream(1))):
+        for awaited in (
+            batcher.aio(1),
+            batcher.adrain(),
+            batcher.aclose(),
+            anext(batcher.astream(1)),
+        ):
             with pytest.raises(RuntimeError, match=r"double: .* of asyncio; under trio"):
                 next(awaited.__await__())
+        assert batcher(1) == 2  # it was not closed
 
 
 def test_how_long_answers_take_from_a_thread_to_those_who_await_them() -> None:

@@ -50,6 +50,7 @@ __all__ = [
     "ThreadLoop",
     "call",
     "joined",
+    "running_loop",
     "settled",
     "stream",
 ]
@@ -385,7 +386,8 @@ class LoopDispatch(Dispatch):
         self.post(self._ask_if_due)
 
 
-def _running_loop(engine: Engine) -> asyncio.AbstractEventLoop:
+def running_loop(engine: Engine) -> asyncio.AbstractEventLoop:
+    """The loop of asyncio that runs here. Raises RuntimeError where there is none."""
     loop = asyncio._get_running_loop()
     if loop is None:
         raise RuntimeError(
@@ -397,7 +399,7 @@ def _running_loop(engine: Engine) -> asyncio.AbstractEventLoop:
 
 async def call(engine: Engine, make: Callable[[Reply], Request]) -> Any:
     """Make a request on the running loop and await its answer."""
-    loop = _running_loop(engine)
+    loop = running_loop(engine)
     future: asyncio.Future[Any] = loop.create_future()
     if engine.function.is_async:
         on_loop = engine.of_loop(loop)
@@ -423,7 +425,7 @@ async def call(engine: Engine, make: Callable[[Reply], Request]) -> Any:
 
 async def stream(engine: Engine, make: Callable[[Reply], Request]) -> AsyncGenerator[Any, None]:
     """Make a request on the running loop and iterate over the pieces of its answer."""
-    loop = _running_loop(engine)
+    loop = running_loop(engine)
     dispatch: Dispatch
     if engine.function.is_async:
         reply, dispatch = AwaitedStream(None), engine.of_loop(loop)
@@ -447,7 +449,7 @@ async def stream(engine: Engine, make: Callable[[Reply], Request]) -> AsyncGener
 async def settled(engine: Engine) -> None:
     """Await until all requests made until now are settled."""
     engine.check_may_end()
-    loop = _running_loop(engine)
+    loop = running_loop(engine)
     future: asyncio.Future[Any] = loop.create_future()
     reply = AwaitedReply(future, engine.mailbox(loop))
     engine.watch(lambda: reply.answer(None))
@@ -461,18 +463,26 @@ async def joined(engine: Engine) -> None:
         await asyncio.sleep(_LOOK_S)
 
 
+def _patcher_of_threads() -> str | None:
+    gevent, eventlet = (sys.modules.get(name) for name in ("gevent.monkey", "eventlet.patcher"))
+    if gevent is not None and any(map(gevent.is_module_patched, ("threading", "select"))):
+        return "gevent"
+    if eventlet is not None and any(map(eventlet.is_monkey_patched, ("thread", "select"))):
+        return "eventlet"
+    return None
+
+
 class ThreadLoop:
     """A loop in a thread of its own, for callers that have none. Ends with :meth:`stop`.
 
-    Raises RuntimeError under gevent, whose threads are all one: the loop would run in the middle of
-    the callers that wait for it, which asyncio refuses.
+    Raises RuntimeError under gevent and eventlet, whose threads are all one: the loop would run in
+    the middle of the callers that wait for it, which asyncio refuses.
     """
 
     def __init__(self, name: str) -> None:
-        gevent = sys.modules.get("gevent.monkey")
-        if gevent is not None and any(map(gevent.is_module_patched, ("threading", "select"))):
+        if (patcher := _patcher_of_threads()) is not None:
             raise RuntimeError(
-                f"{name} is asynchronous and needs an event loop in a thread, which gevent's "
+                f"{name} is asynchronous and needs an event loop in a thread, which {patcher}'s "
                 "patches do not allow: batch a plain function (def)"
             )
         self.loop = asyncio.new_event_loop()
