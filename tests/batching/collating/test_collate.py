@@ -66,6 +66,13 @@ class Foreign:
         return np.concatenate([each.values for each in arrays])
 
 
+class Keys(Foreign):
+    """As JAX's keys of random numbers, which have the method in name only."""
+
+    def __array_namespace__(self) -> type[Foreign]:
+        raise NotImplementedError
+
+
 class Both(tuple[Any, ...]):
     """A tuple that is made of two values."""
 
@@ -191,6 +198,12 @@ def test_other_libraries_stack_by_the_standard() -> None:
     parts = collate_of("concatenate").split(whole, [[0], [0, 0]])
     assert [part.tolist() for part in parts] == [[1], [2, 3]]
     assert split(Foreign([]), 0) == []
+
+
+def test_arrays_that_have_no_operations_are_listed() -> None:
+    items = [Keys([1.0, 2.0]), Keys([3.0])]
+    assert share_batch(*items)
+    assert AUTO.join(items) == items
 
 
 def test_anything_else_is_listed_as_it_is() -> None:

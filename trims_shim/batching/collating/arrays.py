@@ -29,8 +29,8 @@ class ArrayLibrary(ABC):
     def signature(self, array: Any) -> Hashable:
         """What must be equal for arrays to share a batch, besides their shapes.
 
-        None for arrays that cannot be stacked without loss (sparse, nested and quantized tensors,
-        masked arrays).
+        None for arrays that cannot be stacked, or not without loss (sparse, nested and quantized
+        tensors, masked arrays).
         """
 
     @abstractmethod
@@ -274,6 +274,10 @@ class _Standard(ArrayLibrary):
     """Any library of the Python array API standard (JAX, CuPy): stacking and rows, no padding."""
 
     def signature(self, array: Any) -> Hashable:
+        try:
+            array.__array_namespace__()
+        except NotImplementedError:  # JAX's keys of random numbers
+            return None
         return type(array), str(array.dtype), str(getattr(array, "device", ""))
 
     def stack(self, arrays: Sequence[Any]) -> Any:
