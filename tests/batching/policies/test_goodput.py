@@ -11,7 +11,7 @@ from batching.policies.instances import Instance, offline_optimum, run
 from trims_shim.batching.policies.early_drop import EarlyDrop
 from trims_shim.batching.policies.goodput import Goodput
 from trims_shim.batching.profiles.profile import LatencyProfile
-from trims_shim.batching.protocol import DropReason, Request
+from trims_shim.batching.protocol import NEVER_NS, DropReason, Request
 from trims_shim.batching.rules import Rule
 
 LINE = LatencyProfile.linear(1, 10, max_batch_size=8)
@@ -231,6 +231,17 @@ def test_one_that_fills_a_batch_alone_is_given_up_for_many() -> None:
     rule.stretches = (1.0, 1.1)
     assert rule.choose(ms(40)) == 7
     assert dropped(rule) == {DropReason.SHED: [0]}
+
+
+def test_nobody_without_a_deadline_is_given_up_for_others_that_weigh_less() -> None:
+    """After the first, of a higher priority, there is room for the last, not for the heavy one."""
+    rule = Goodput(LINE, max_batch_size=8)
+    rule.max_weight = 2
+    rule.queue.add(Request(0, 0, ms(60), 1))
+    for number, (deadline_ns, weight) in enumerate([(ms(51), 1), (NEVER_NS, 2), (NEVER_NS, 1)], 1):
+        rule.queue.add(Request(number, 0, deadline_ns, weight=weight))
+    rule.choose(ms(40))
+    assert not {2, 3} & {each for gone in dropped(rule).values() for each in gone}
 
 
 def test_a_larger_batch_may_be_possible_although_one_more_is_not() -> None:

@@ -28,7 +28,7 @@ from itertools import islice
 
 from trims_shim.batching.policies.mixing import companions
 from trims_shim.batching.profiles.profile import LatencyProfile
-from trims_shim.batching.protocol import DropReason
+from trims_shim.batching.protocol import NEVER_NS, DropReason
 from trims_shim.batching.rules import Rule
 
 __all__ = ["Goodput"]
@@ -145,6 +145,8 @@ class Goodput(Rule):
         for shed, deadline_ns in enumerate(due_ns):
             if end - shed <= surely or most - shed <= best:
                 break
+            if shed and due_ns[shed - 1] == NEVER_NS:
+                break  # whoever has no deadline waits until the weights of the others fit
             if deadline_ns < larger_ns:
                 continue  # without the one before it, the batch could be no larger
             compared += 1
