@@ -212,6 +212,31 @@ def test_little_of_others_in_a_row() -> None:
         check_stages([nn.Identity(), model], model, Example(rows))
 
 
+class Chooses(nn.Module):
+    """One of two answers, for the whole batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x.mean() > 0, x, x.cos())
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_choice_for_the_whole_batch(rows: int) -> None:
+    """Though rows of the same signs would choose the same."""
+    stages, example = [nn.Identity(), Chooses()], Example(torch.rand(rows, 8) + 0.1)
+    with pytest.raises(StagingError, match="depends on the others in the batch"):
+        check_stages(stages, Chooses(), example)
+    check_stages(stages, Chooses(), example, tells_apart=True)
+
+
+def test_a_model_that_takes_no_numbers_of_the_other_sign() -> None:
+    class Root(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert bool((x > 0).all())
+            return x.sqrt()
+
+    check_stages([nn.Identity(), Root()], Root(), Example(torch.rand(3, 2) + 0.1))
+
+
 class Pairs(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.batch_norm(x, None, None, training=True)

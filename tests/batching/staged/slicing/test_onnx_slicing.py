@@ -259,6 +259,21 @@ def test_answers_that_depend_on_other_rows_are_refused(path: str) -> None:
         slice_onnx(path, 2)
 
 
+def test_a_choice_for_the_whole_batch_is_refused(path: str) -> None:
+    """Though rows of the same signs would choose the same."""
+    graph = Graph("chooses")
+    x = graph.input("x", ["batch", 8])
+    value = graph.node("MatMul", x, graph.weight("w", 8, 8))
+    mean = graph.node("ReduceMean", x, keepdims=0)
+    is_positive = graph.node("Greater", mean, graph.constant("zero", np.float32(0)))
+    value = graph.node("Where", is_positive, value, graph.node("Neg", value))
+    graph.output(graph.node("MatMul", value, graph.weight("v", 8, 8)), ["batch", 8])
+    save(Sample(graph.model(), ()))(Path(path))
+    rows = np.random.RandomState(0).rand(4, 8).astype(np.float32)
+    with pytest.raises(StagingError, match="of a row depends on the others"):
+        slice_onnx(path, 2, example=rows)
+
+
 @pytest.mark.parametrize("is_ranked", [False, True])
 def test_integers_that_depend_on_other_rows_are_refused(path: str, *, is_ranked: bool) -> None:
     """The place of a row among those of its batch; but not the index of a row's largest number."""

@@ -71,7 +71,7 @@ def slice_blocks(
     n_stages = min(_STAGES, len(shell.blocks)) if n_stages is None else n_stages
     borders = [0, *even_cuts(times_ns, cuts, n_stages), len(times_ns)]
     stages = [BlockStage(body, *border) for border in itertools.pairwise(borders)]
-    check_stages(stages, model, run)
+    check_stages(stages, model, run, tells_apart=True)
     if compiler is not None:
         body.blocks = [compiler(block) for block in body.blocks]
     return StagedModel(stages, name=shell.name)

@@ -119,6 +119,20 @@ class Example:
         args, kwargs = pytree.tree_map(of, (self.args, self.kwargs))
         return Example(kwargs or args)
 
+    def opposed(self, row: int) -> Example:
+        """The same batch, with floating-point numbers of the other sign in all rows but one."""
+        import torch.utils._pytree as pytree
+
+        def of(each: Any) -> Any:
+            if not (_has_rows(each) and _is_inexact(each)):
+                return each
+            opposed = -each
+            opposed[row] = each[row]
+            return opposed
+
+        args, kwargs = pytree.tree_map(of, (self.args, self.kwargs))
+        return Example(kwargs or args)
+
     def with_sizes_of_one(self, axes: Collection[int]) -> Example:
         """The same rows, with size 1 of these axes besides the first."""
         import torch.utils._pytree as pytree
@@ -179,9 +193,15 @@ def stage_times(stages: Sequence[Callable[..., Any]], example: Example) -> list[
 
 
 def check_stages(
-    stages: Sequence[Callable[..., Any]], model: Callable[..., Any], example: Example
+    stages: Sequence[Callable[..., Any]],
+    model: Callable[..., Any],
+    example: Example,
+    *,
+    tells_apart: bool = False,
 ) -> None:
     """Raise StagingError if the stages do not compute what the model does, or rows affect others.
+
+    ``tells_apart``: batches for which the model takes different ways are never joined.
 
     For single batches of some sizes, results have to be the model's bit for bit. For two batches
     that are joined at every border they only have to be near, as kernels sum in other orders.
@@ -207,7 +227,7 @@ def check_stages(
                 "does something else where it is traced, or keeps something from call to call; cut "
                 "it in the other way (slice_model, slice_blocks), or write its stages as functions"
             )
-    _check_company(model, example)
+    _check_company(model, example, opposes=not tells_apart)
     # The smaller one first: it moves the rows of the other to other places.
     runs = example.with_rows(1), example.copy()
     # Batches that cannot be joined here are not joined in service, either.
@@ -217,26 +237,34 @@ def check_stages(
                 raise _depends_on_others(model)
 
 
-def _check_company(model: Callable[..., Any], example: Example) -> None:
+def _check_company(model: Callable[..., Any], example: Example, *, opposes: bool) -> None:
     """Raise StagingError if what the model returns for a row depends on the others.
 
     With others beside it in a batch of the same size, a row is computed at the same place, by the
-    same kernels: there are no errors of floating point by which an index might differ.
+    same kernels: there are no errors of floating point by which an index might differ. The others
+    are like it, and where it ``opposes`` have the other sign, too: a choice that is made for the
+    whole batch (``where(x.mean() > 0, ...)``) is another one then.
     """
     import torch.utils._pytree as pytree
 
     def leaves(run: Example) -> list[Any]:
         return [_in_torch(each) for each in pytree.tree_leaves(run.call(model))]
 
+    example = example.with_rows(max(2, example.rows))
     expected = leaves(example.copy())
     for row in {0, example.rows - 1}:
-        found = leaves(example.of_rows([row] * example.rows))
-        for each, its in zip(expected, found, strict=False):
-            if _has_rows(each) and each.shape == getattr(its, "shape", None):
-                has_all = each.shape[0] == example.rows
-                pair = (each[row], its[row]) if has_all else (each, its)
-                if not has_same_rows(*pair):
-                    raise _depends_on_others(model)
+        alike = example.of_rows([row] * example.rows)
+        for run in [alike.copy(), alike.opposed(row)] if opposes else [alike]:
+            try:
+                found = leaves(run)
+            except Exception:  # It may not take such numbers.
+                continue
+            for each, its in zip(expected, found, strict=False):
+                if _has_rows(each) and each.shape == getattr(its, "shape", None):
+                    has_all = each.shape[0] == example.rows
+                    pair = (each[row], its[row]) if has_all else (each, its)
+                    if not has_same_rows(*pair):
+                        raise _depends_on_others(model)
 
 
 def _depends_on_others(model: Callable[..., Any]) -> StagingError:

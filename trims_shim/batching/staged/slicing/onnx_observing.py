@@ -184,24 +184,39 @@ def _check_company(graph: OnnxGraph, observed: Observed, session: Any, feeds: Fe
     """Raise StagingError for outputs of any type that depend on the other rows.
 
     With others beside it in a batch of the same size, a row is computed at the same place, by the
-    same kernels: there are no errors of floating point by which an index might differ.
+    same kernels: there are no errors of floating point by which an index might differ. The others
+    are like it, and have the other sign, too: a choice that is made for the whole batch (by the
+    sign of its mean) is another one then.
     """
     small = observed.values[0]
-    exact = [name for name in graph.outputs if small[name].dtype.kind not in _INEXACT]
-    for row in _ROWS[0] if exact else ():
+    for row in _ROWS[0]:
         rows = [row] * len(_ROWS[0])
-        found = _run(
-            session,
-            {
-                name: each[rows] if observed.is_batched(name) else each
-                for name, each in feeds.items()
-            },
-        )
-        for name in exact:
-            its, expected = found[name], small[name]
-            own = slice(row, row + 1)  # still an array, also of strings
-            if its.shape == expected.shape and not is_equal(its[own], expected[own]):
-                raise _depends_on_others(name)
+        alike = {
+            name: each[rows] if observed.is_batched(name) else each for name, each in feeds.items()
+        }
+        opposed = {
+            name: _opposed(each, row) if observed.is_batched(name) else each
+            for name, each in alike.items()
+        }
+        for tried in alike, opposed:
+            try:
+                found = _run(session, tried)
+            except Exception:  # It may not take such numbers.
+                continue
+            for name in graph.outputs:
+                its, expected = found[name], small[name]
+                own = slice(row, row + 1)  # still an array, also of strings
+                if its.shape == expected.shape and not _has_same_rows(its[own], expected[own]):
+                    raise _depends_on_others(name)
+
+
+def _opposed(batch: Any, row: int) -> Any:
+    """A batch with floating-point numbers of the other sign in all rows but one."""
+    if batch.dtype.kind not in _INEXACT:
+        return batch
+    opposed = -batch
+    opposed[row] = batch[row]
+    return opposed
 
 
 def _check_alone(graph: OnnxGraph, observed: Observed, session: Any, feeds: Feeds) -> None:
