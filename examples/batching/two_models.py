@@ -34,8 +34,11 @@ row = torch.randn(WIDTH)
 
 def main(preemption_factor: float | None) -> None:
     """Send bursts while the slow model runs; print their outcome."""
-    models = {"slow": slow, "quick": [quick]}
-    with FlexBatcher(models, preemption_factor=preemption_factor, max_batch_size=BURST) as batcher:
+    with FlexBatcher(
+        {"slow": slow, "quick": [quick]},
+        preemption_factor=preemption_factor,
+        max_batch_size=BURST,
+    ) as batcher:
         slow_ms = batcher.warm("slow", row).latency_ns(1) / 1e6
         quick_ms = batcher.warm("quick", row).latency_ns(BURST) / 1e6
         in_time, is_same = 0, True
