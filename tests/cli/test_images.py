@@ -229,6 +229,25 @@ def test_pinned_image_stays_until_unpinned(warmed: Trims, models: Path) -> None:
     assert "`trims ls`" in warmed("unpin", str(path)).stderr
 
 
+def test_earlier_versions_that_are_pinned(warmed: Trims, tmp_path: Path) -> None:
+    """A path also means a version that only its pin keeps."""
+    path = tmp_path / "m.bin"
+    path.write_bytes(os.urandom(2**20))
+    (old,) = json.loads(warmed("warm", "--pin", "--json", str(path)).stdout)
+    path.write_bytes(os.urandom(2**20))
+    (new,) = json.loads(warmed("warm", "--json", str(path)).stdout)
+    assert new["digest"] != old["digest"]
+    assert "unpin" not in old["note"] + new["note"]
+    unpinned = json.loads(warmed("unpin", "--json", str(path)).stdout)
+    assert unpinned == {"digest": old["digest"], "is_pinned": False}
+
+    warmed("pin", old["digest"])
+    (new,) = json.loads(warmed("warm", "--pin", "--json", str(path)).stdout)
+    assert new["note"].endswith(f"`trims unpin {old['digest'][:12]}` frees an earlier version")
+    for digest in (new["digest"], old["digest"], new["digest"]):
+        assert json.loads(warmed("unpin", "--json", str(path)).stdout)["digest"] == digest
+
+
 def test_pin_of_an_onnx_model(warmed: Trims, tmp_path: Path) -> None:
     """Found: it advised `trims warm --pin`, which refuses these."""
     path = tmp_path / "model.onnx"

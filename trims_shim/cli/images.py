@@ -63,7 +63,7 @@ class _Warmed:
     tier: str = HOST_TIER
     error: str = ""
     note: str = ""
-    """Why the image may be of no use."""
+    """Why the image may be of no use, or what else holds memory."""
 
     def said(self) -> str:
         """The error, to be shown after the path."""
@@ -151,8 +151,10 @@ def _warm(path: str, size_bytes: int, tier: str, *, is_pinned: bool, progress: P
         if path.endswith(ONNX_SUFFIX):
             return _prepare(path, size_bytes, device, is_pinned=is_pinned, progress=progress)
         with api.open(path, device=device) as handle:
+            earlier = ""
             if is_pinned:
                 cache().request(admin.PinImageRequest(handle.digest, is_pinned=True))
+                earlier = _pinned_before(handle)
             seconds = time.monotonic() - start
             outcome = "in the cache already" if _hits() > before else "loaded"
             return _Warmed(
@@ -162,7 +164,7 @@ def _warm(path: str, size_bytes: int, tier: str, *, is_pinned: bool, progress: P
                 seconds,
                 outcome,
                 tier,
-                note=_note_of(handle),
+                note="; ".join(filter(None, [_note_of(handle), earlier])),
             )
     except (ConfigError, DaemonUnavailable, DriverFailure, UnknownDevice):
         raise  # Every other file would fail likewise.
@@ -170,6 +172,18 @@ def _warm(path: str, size_bytes: int, tier: str, *, is_pinned: bool, progress: P
         return _Warmed(path, tier=tier, error=str(error))
     except OSError as error:
         return _Warmed(path, tier=tier, error=error.strerror or str(error))
+
+
+def _pinned_before(handle: Handle | DeviceHandle) -> str:
+    """What is said of images that were pinned when the path had other contents; else empty."""
+    digests = {
+        each.digest[:12]
+        for each in every_image(cache())
+        if each.is_pinned and each.digest != handle.digest and handle.name in each.names
+    }
+    return " and ".join(
+        f"`trims unpin {each}` frees an earlier version" for each in sorted(digests)
+    )
 
 
 def _excluded(path: str) -> str:

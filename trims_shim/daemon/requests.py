@@ -82,9 +82,13 @@ def handle(daemon: Daemon, request: Request, message: Any) -> Any:
     return handler(daemon, request, message)
 
 
-def _find(daemon: Daemon, session: Session, text: str, *, tier: str = "") -> Digest:
+def _find(
+    daemon: Daemon, session: Session, text: str, *, tier: str = "", prefers_pinned: bool = False
+) -> Digest:
     user, may_see_all = session.peer.uid, session.is_privileged
-    digest = daemon.tiers.find(text, user=user, may_see_all=may_see_all, tier=tier)
+    digest = daemon.tiers.find(
+        text, user=user, may_see_all=may_see_all, tier=tier, prefers_pinned=prefers_pinned
+    )
     if may_see_all or any(each.store.is_named_by(digest, user) for each in daemon.tiers):
         return digest
     raise AccessDenied(f"image {digest[:12]} is not yours; load its file first")
@@ -211,7 +215,9 @@ def _client_status(daemon: Daemon, session: Session) -> list[admin.ClientStatus]
 
 
 def _pin(daemon: Daemon, request: Request, message: admin.PinImageRequest) -> admin.PinImageReply:
-    digest = _find(daemon, request.session, message.image)
+    # What is pinned may be an earlier version of the file.
+    prefers_pinned = not message.is_pinned
+    digest = _find(daemon, request.session, message.image, prefers_pinned=prefers_pinned)
     for tier in daemon.tiers.holding(digest):
         actions = tier.store.pin(digest, is_pinned=message.is_pinned)
         daemon.openings.execute(tier, actions)

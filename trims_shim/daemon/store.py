@@ -338,8 +338,10 @@ class Store:
         prefix = text.lower()  # once: it may be long, and there may be many images
         return [digest for digest in self._images if digest.startswith(prefix)]
 
-    def named(self, name: str, *, user: int, may_see_all: bool = True) -> Digest | None:
-        """The image that was asked for by a name.
+    def named(
+        self, name: str, *, user: int, may_see_all: bool = True, is_pinned: bool = False
+    ) -> Digest | None:
+        """The image that was last asked for by a name; of the pinned ones if ``is_pinned``.
 
         Names that ``user`` gave come first, because anybody can call an image by anybody's path;
         others' names count only when ``may_see_all``.
@@ -349,7 +351,7 @@ class Store:
             for digest, (owner, path) in self._names
             if path == name
             and (may_see_all or owner == user)
-            and digest in self._images
+            and digest in (self._pinned if is_pinned else self._images)
             and (owner, path) in self._images[digest].names
         }
         return owners.get(user) or next(iter(owners.values()), None)

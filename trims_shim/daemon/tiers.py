@@ -314,7 +314,15 @@ class Tiers:
         """Whether requests wait for a tier that is being made."""
         return any(not each.is_stuck for each in self._making.values())
 
-    def find(self, text: str, *, user: int, may_see_all: bool, tier: str = "") -> Digest:
+    def find(
+        self,
+        text: str,
+        *,
+        user: int,
+        may_see_all: bool,
+        tier: str = "",
+        prefers_pinned: bool = False,
+    ) -> Digest:
         """The image that a digest prefix or a name means, in one tier or in all of them.
 
         See :meth:`Store.named`. Raises UnknownImage, UnknownDevice.
@@ -323,7 +331,11 @@ class Tiers:
         matches = {digest for each in tiers for digest in each.store.matching(text)}
         if len(matches) > 1:
             raise UnknownImage(f"{text} means {len(matches)} images; write more digits")
-        named = (each.store.named(text, user=user, may_see_all=may_see_all) for each in tiers)
+        named = (
+            each.store.named(text, user=user, may_see_all=may_see_all, is_pinned=is_pinned)
+            for is_pinned in ((True, False) if prefers_pinned else (False,))
+            for each in tiers
+        )
         for digest in (*matches, *named):
             if digest is not None:
                 return digest
