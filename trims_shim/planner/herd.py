@@ -150,9 +150,10 @@ def plan_herd(
         found = herd.maximise(goal, gap=gap, time_limit_s=share * time_limit_s)
         return None if found is None else _plan(herd.groups(found), streams, needed)
 
-    # No division has more slack than a single group would.
+    # No division has more slack than a single group would; than equal groups, where devices lack.
     whole = sum(needed.values())
-    most = (devices - whole) / math.sqrt(whole)
+    shared = whole if whole <= devices else whole * min(groups, len(units))
+    most = (devices - whole) / math.sqrt(shared)
     close = _HARDLY * (most - plan.slack)
     for _ in range(_STEPS):
         if most - plan.slack <= close:
