@@ -293,6 +293,15 @@ def test_bad_words_are_wrong_usage(
     assert message in capsys.readouterr().err
 
 
+def test_bursts_that_do_not_end_are_too_many(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("trims_shim.cli.plan._MOST_REQUESTS", 1000)
+    words = ["--cv", "1e9", "--seconds", "1"]
+    assert main(["plan", "simulate", str(cluster), *words]) == Exit.USAGE
+    assert "1e+03 requests or more in 1 s are too many" in capsys.readouterr().err
+
+
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "herd", "/nowhere.toml"]) == Exit.FAILED
     assert capsys.readouterr().err == "trims: /nowhere.toml: No such file or directory\n"

@@ -212,18 +212,25 @@ def _made_up(cluster: Cluster, arguments: argparse.Namespace) -> list[list[Reque
             f"{expected:.3g} requests in {arguments.seconds:g} s are too many to simulate; give "
             "less --seconds"
         )
-    return [
+    streams = [
         list(
             requests(
                 gamma(qps, arguments.cv, Random(f"{arguments.seed} {family}")),
                 slo_ms=cluster.slo_ms[family],
                 duration_s=arguments.seconds,
+                count=_MOST_REQUESTS,
                 key=family,
             )
         )
         for family, qps in cluster.problem.demand_qps.items()
         if qps
     ]
+    if any(len(stream) == _MOST_REQUESTS for stream in streams):  # as bursts have no bound
+        raise ConfigError(
+            f"{_MOST_REQUESTS:.3g} requests or more in {arguments.seconds:g} s are too many to "
+            "simulate; give a lower --cv, or less --seconds"
+        )
+    return streams
 
 
 def _traces(cluster: Cluster, arguments: argparse.Namespace) -> list[list[Request]]:
