@@ -88,6 +88,10 @@ def test_none_and_functions_get_all_outputs() -> None:
     [
         ("mean", (np.zeros((2, 3)), np.zeros((2, 4))), r"return \(2, 3\) and \(2, 4\)"),
         ("mean", (["a"], ["b"]), "mean of a list"),
+        ("mean", ({"a": np.ones(2)}, {"a": np.ones(2), "b": np.ones(2)}), r"'a'\] and \['a', 'b'"),
+        ("mean", ({"a": np.ones(2), "b": np.ones(2)}, {"a": np.ones(2)}), r"'a'\] and \['a', 'b'"),
+        ("mean", (np.ones(2), {"a": np.ones(2)}), r"parts \[\] and \['a'\]"),
+        ("mean", ((np.ones(2),), (np.ones(2), np.ones(2))), r"\['0'\] and \['0', '1'\]"),
         ("vote", (np.array([0.5]), np.array([1])), r"returns float64 \[1\]"),
         ("vote", (np.array([-1]), np.array([1])), "from 0 on"),
         ("vote", (np.array([1, 2]), np.array([1])), r"return \(1,\) and \(2,\)"),

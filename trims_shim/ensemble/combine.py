@@ -39,6 +39,7 @@ def combine_of(rule: str | Combine, weights: Mapping[str, float]) -> Combine:
 
 
 def _mean(values: Sequence[Any], shares: Sequence[float]) -> Any:
+    _check_parts(values)
     first = values[0]
     if library_of(first) is not None:
         return _mean_array(values, shares)
@@ -70,6 +71,17 @@ def _check_shapes(values: Sequence[Any]) -> None:
         raise ValueError(
             f"members return {' and '.join(map(str, sorted(shapes)))}: outputs need one shape to "
             "be combined; give a function as `combine`"
+        )
+
+
+def _check_parts(values: Sequence[Any]) -> None:
+    """An array has none."""
+    found = {frozenset(parts_of(value) or ()) for value in values}
+    if len(found) > 1:
+        parts = " and ".join(map(str, sorted(sorted(map(str, each)) for each in found)))
+        raise ValueError(
+            f"members return outputs of the parts {parts}: outputs need the same ones to be "
+            "combined; give a function as `combine`"
         )
 
 
