@@ -71,6 +71,13 @@ def test_votes_go_to_the_class_of_most_weight() -> None:
     assert combined("vote", np.array([2]), np.array([1])).tolist() == [1]
 
 
+def test_votes_are_for_classes_of_any_number() -> None:
+    large = (1 << 63) - 1
+    votes = np.array([large, 0]), np.array([7, 7]), np.array([large, 7])
+    assert combined("vote", *votes).tolist() == [large, 7]
+    assert combined("vote", *votes, weights=(1, 3, 1)).tolist() == [7, 7]
+
+
 def test_votes_of_tensors_are_a_tensor() -> None:
     found = combined("vote", torch.tensor([[0.0, 1.0]]), torch.tensor([1]))
     assert torch.equal(found, torch.tensor([1]))
@@ -94,6 +101,8 @@ def test_none_and_functions_get_all_outputs() -> None:
         ("mean", ((np.ones(2),), (np.ones(2), np.ones(2))), r"\['0'\] and \['0', '1'\]"),
         ("vote", (np.array([0.5]), np.array([1])), r"returns float64 \[1\]"),
         ("vote", (np.array([-1]), np.array([1])), "from 0 on"),
+        ("vote", (np.array([1 << 63], np.uint64), np.array([1])), r"returns uint64 \[1\]"),
+        ("vote", (np.zeros((2, 0)), np.zeros((2, 0))), r"returns float64 \[2, 0\]"),
         ("vote", (np.array([1, 2]), np.array([1])), r"return \(1,\) and \(2,\)"),
         ("vote", (np.zeros((1, 2, 3)), np.zeros((1, 2, 3))), "scores"),
     ],

@@ -104,11 +104,13 @@ def _vote(values: Sequence[Any], weights: Sequence[float]) -> Any:
 
     votes = [_classes(value) for value in values]
     _check_shapes(votes)
-    count, most = len(votes[0]), max((int(vote.max(initial=0)) for vote in votes), default=0)
-    ballots = numpy.zeros((count, most + 1))
-    for vote, weight in zip(votes, weights, strict=True):
-        ballots[numpy.arange(count), vote] += weight
-    winners = ballots.argmax(axis=1)
+    count = len(votes[0])
+    # Only those that got a vote: classes may be large numbers.
+    classes, columns = numpy.unique(numpy.stack(votes), return_inverse=True)
+    ballots = numpy.zeros((count, len(classes)))
+    for column, weight in zip(columns.reshape(-1, count), weights, strict=True):
+        ballots[numpy.arange(count), column] += weight
+    winners = classes[ballots.argmax(axis=1)]
     if type(values[0]).__module__ == "torch":
         import torch
 
@@ -120,11 +122,13 @@ def _classes(value: Any) -> Any:
     """``[n, classes]`` scores or ``[n]`` classes, as numpy's ``[n]`` classes."""
     import numpy
 
-    if getattr(value, "ndim", 0) == 2:
+    if getattr(value, "ndim", 0) == 2 and value.shape[1]:
         return numpy.asarray(value.argmax(1))
     array = numpy.asarray(value)
-    if array.ndim == 1 and array.dtype.kind in "iu" and array.min(initial=0) >= 0:
-        return array.astype(numpy.int64)
+    if array.ndim == 1 and array.dtype.kind in "iu":
+        classes = array.astype(numpy.int64)
+        if classes.min(initial=0) >= 0:
+            return classes
     raise ValueError(
         f"a member returns {array.dtype} {list(array.shape)}; to vote, it has to return scores "
         "[n, classes] or classes [n] from 0 on"
