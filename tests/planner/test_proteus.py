@@ -106,6 +106,17 @@ def test_room_for_bursts_does_not_make_answers_worse() -> None:
     assert [group.option.variant for group in placement.groups] == ["large"]
 
 
+def test_a_family_that_is_hardly_asked_for_has_a_device() -> None:
+    """What is asked for is less than the solver takes for nothing."""
+    options = [option("cats", "c", "gpu", 80, 10), option("dogs", "d", "gpu", 80, 10)]
+    demand_qps = {"cats": 8.0, "dogs": 1e-7}
+    placement = plan_proteus(Problem({"gpu": 2}, options, demand_qps))
+    assert {group.option.variant: group.devices for group in placement.groups} == {"c": 1, "d": 1}
+    assert placement.served == pytest.approx({"cats": 1.0, "dogs": 1.0})
+    assert [group.planned_qps for group in placement.groups] == pytest.approx([8.0, 1e-7])
+    assert plan_proteus(Problem({"gpu": 1}, options, demand_qps)).headroom == 0
+
+
 def test_what_runs_stays_where_a_change_gains_nothing() -> None:
     options = [option("cats", name, "gpu", 90, 40) for name in ("one", "other")]
     problem = Problem({"gpu": 2}, options, {"cats": 60})

@@ -43,6 +43,8 @@ _CHANGE_COSTS = 0.02
 """Of one device, against the least spare room."""
 _IDLE_QPS = 1e-6
 """Less than this is no flow, but rounding."""
+_LEAST_QPS = 1e-4
+"""Less demand counts as this, a request in some hours: the solver may take it for none."""
 
 
 def plan_proteus(
@@ -72,7 +74,9 @@ def plan_proteus(
             )
     if not problem.families:
         return Placement((), problem.demand_qps, headroom)
-    model = _Model(problem.times(headroom), gap=gap, time_limit_s=time_limit_s)
+    wanted = problem.times(headroom)
+    least = {family: max(_LEAST_QPS, wanted.demand_qps[family]) for family in problem.families}
+    model = _Model(replace(wanted, demand_qps=least), gap=gap, time_limit_s=time_limit_s)
     share = model.serve()
     best = model.solved(model.accuracy)
     model.keep(model.accuracy, best.goal * (1 if before is None else 1 - gap))
