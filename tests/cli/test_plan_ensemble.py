@@ -120,6 +120,11 @@ def test_samples_of_the_users_own(capsys: pytest.CaptureFixture[str]) -> None:
             Exit.USAGE,
             "'tpu' is no device",
         ),
+        (
+            ["ensemble_program:members", "--shape", "3", "--batch-sizes", "8,9999999999999"],
+            Exit.USAGE,
+            "--batch-sizes has 9999999999999, which is more than 65536",
+        ),
         (["missing.json"], Exit.FAILED, "missing.json"),
         (["/tmp"], Exit.USAGE, "'/tmp' is neither MODULE:NAME, such as app:members, nor a .json"),
     ],

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+from trims_shim.batching.profiles.profile_json import LARGEST_SIZE
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.saying import say
 from trims_shim.cli.targets import import_from_here, items_of, made, named, printing_apart
@@ -62,6 +63,9 @@ def _problem(arguments: argparse.Namespace) -> Problem:
         )
     if not arguments.item and not arguments.shape:
         raise ConfigError("members are measured with samples: give --shape or --item")
+    sizes = arguments.batch_sizes or DEFAULT_BATCH_SIZES
+    if max(sizes) > LARGEST_SIZE:
+        raise ConfigError(f"--batch-sizes has {max(sizes)}, which is more than {LARGEST_SIZE}")
     import_from_here()
     members = _members(arguments.members)
     try:
@@ -69,7 +73,7 @@ def _problem(arguments: argparse.Namespace) -> Problem:
             members,
             _samples(arguments),
             devices=_devices(arguments.devices),
-            batch_sizes=arguments.batch_sizes or DEFAULT_BATCH_SIZES,
+            batch_sizes=sizes,
             repeats=arguments.repeats or _REPEATS,
             progress=lambda line: say(f"measuring {line}"),
         )
