@@ -117,6 +117,15 @@ def test_a_family_that_is_hardly_asked_for_has_a_device() -> None:
     assert plan_proteus(Problem({"gpu": 1}, options, demand_qps)).headroom == 0
 
 
+@pytest.mark.parametrize("headroom", [1.0, 1e9])
+def test_however_much_is_asked_for_each_family_gets_its_share(headroom: float) -> None:
+    options = [option("cats", "c", "gpu", 80, 10), option("dogs", "d", "gpu", 90, 20)]
+    problem = Problem({"gpu": 5}, options, {"cats": 400.0, "dogs": 400.0})
+    placement = plan_proteus(problem, headroom=headroom)
+    assert {group.option.variant: group.devices for group in placement.groups} == {"c": 3, "d": 2}
+    assert placement.headroom == pytest.approx(30 / 400)
+
+
 def test_what_runs_stays_where_a_change_gains_nothing() -> None:
     options = [option("cats", name, "gpu", 90, 40) for name in ("one", "other")]
     problem = Problem({"gpu": 2}, options, {"cats": 60})

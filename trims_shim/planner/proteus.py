@@ -144,15 +144,18 @@ class _Model:
 
     def serve(self) -> float:
         """Require that demands are served; return the least share of a family's that is."""
-        programme, demand_qps = self._programme, self._problem.demand_qps
-        share = programme.variable(upper=1.0)
-        for family in self._problem.families:
+        programme, problem = self._programme, self._problem
+        demand_qps = problem.demand_qps
+        most = min(1.0, *(self._most_qps(each) / demand_qps[each] for each in problem.families))
+        share = programme.variable(upper=1.0)  # of `most`: the solver takes small goals for none
+        for family in problem.families:
             terms = self._flows_of(family)
             programme.row(terms, upper=demand_qps[family])
-            programme.row({**terms, share: -demand_qps[family]}, lower=0)
+            programme.row({**terms, share: -most * demand_qps[family]}, lower=0)
         whole: dict[int, float] = {share: 1.0}
-        largest = self.solved(whole, gap=_HAIR).goal
-        self.keep(whole, largest)
+        reached = self.solved(whole, gap=_HAIR).goal
+        self.keep(whole, reached)
+        largest = most * reached
         if largest < 1 - _HAIR:
             served = dict.fromkeys(self._flows, 1.0)
             self.keep(served, self.solved(served).goal)
@@ -236,6 +239,13 @@ class _Model:
                 room = option.peak_qps * found.values[self._counts[i]]
                 programme.row({self._flows[i]: 1.0, busiest: -room}, upper=0)
         return self._flows_and_counts(self.solved(goal))
+
+    def _most_qps(self, family: str) -> float:
+        """What all devices could answer of a family, if it had them alone."""
+        best_qps = dict.fromkeys(self._problem.devices, 0.0)
+        for _, option in self._problem.of_family(family):
+            best_qps[option.device] = max(best_qps[option.device], option.peak_qps)
+        return sum(best_qps[kind] * count for kind, count in self._problem.devices.items())
 
     def _flows_of(self, family: str) -> dict[int, float]:
         return {self._flows[i]: 1.0 for i, _ in self._problem.of_family(family)}
