@@ -66,6 +66,22 @@ def test_members_stay_on_devices_that_they_can_run_on() -> None:
     assert not problem.fits(Allocation(((8, 8), (0, 0))))
 
 
+def test_members_are_dealt_to_devices_of_one_pool_in_turn() -> None:
+    devices = [Device(name, 10 * GB) for name in ("cpu:0", "cpu:1")]
+    members = {name: member(1, kinds=("cpu",)) for name in "abc"}
+    assert first(Problem(devices, members)).batch_sizes == ((8, 0, 8), (0, 8, 0))
+
+
+@pytest.mark.parametrize("weights", [(3, 1), (1, 3)])
+def test_weights_of_different_size_in_a_pool_count_as_the_largest(weights: tuple[int, int]) -> None:
+    devices = [Device(name, 10 * GB, pool="all") for name in ("slow:0", "fast:0")]
+    footprints = dict(
+        zip(("slow", "fast"), (Footprint(each * GB) for each in weights), strict=True)
+    )
+    problem = Problem(devices, {"a": MemberProfile(footprints)})
+    assert problem.room_bytes(Allocation(((8,), (8,)))) == {"all": 7 * GB}
+
+
 def test_weights_count_once_in_a_pool_and_workers_each() -> None:
     devices = [Device("cpu:0", 10 * GB), Device("cpu:1", 10 * GB)]
     problem = Problem(devices, {"a": member(4, worker_gb=1, kinds=("cpu",))})

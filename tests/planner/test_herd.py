@@ -112,6 +112,15 @@ def test_small_groups_get_more_than_their_share() -> None:
     assert {group.streams: group.devices for group in plan.groups} == {("many",): 7, ("few",): 3}
 
 
+def test_of_plans_of_equal_slack_it_is_the_most_tolerant() -> None:
+    """Groups of 5 and 2 devices have no more slack, and one has no room for a burst."""
+    models = {name: HostedModel(10, 4) for name in "abc"}
+    streams = {name: Stream(name, 20) for name in models}
+    plan = plan_herd(streams, models, devices=7, memory_bytes=8, groups=2)
+    assert plan.slack == 0
+    assert plan.burst_tolerance == 1.5
+
+
 def test_the_papers_groups_leave_others_without_room() -> None:
     streams = {f"small{i}": Stream("c", 40) for i in range(3)} | {"large": Stream("a", 20)}
     limits = {"devices": 8, "memory_bytes": 20, "groups": 2}

@@ -135,6 +135,25 @@ def test_what_runs_stays_where_a_change_gains_nothing() -> None:
         assert [group.option for group in after.groups] == [variant]
 
 
+def test_an_overload_is_answered_as_far_as_can_be_not_as_accurately() -> None:
+    """With cats at their share, dogs get 40 quick answers and not 30 better ones."""
+    options = [
+        option("cats", "only", "cpu", 80, 10),
+        option("dogs", "quick", "gpu", 60, 40),
+        option("dogs", "slow", "gpu", 90, 30),
+    ]
+    problem = Problem({"cpu": 1, "gpu": 1}, options, {"cats": 100, "dogs": 100})
+    placement = plan_proteus(problem, headroom=1.0)
+    assert [group.option.variant for group in placement.groups] == ["only", "quick"]
+
+
+def test_groups_of_a_family_are_equally_busy() -> None:
+    options = [option("cats", "large", kind, 90, 40) for kind in ("cpu", "gpu")]
+    problem = Problem({"cpu": 1, "gpu": 3}, options, {"cats": 40})
+    busy = [group.utilisation for group in plan_proteus(problem, headroom=1.0).groups]
+    assert busy == pytest.approx([0.25, 0.25])
+
+
 def test_a_family_without_options_is_named() -> None:
     problem = Problem({"gpu": 1}, [option("cats", "large", "gpu", 90, 40)], {"cats": 1, "dogs": 1})
     with pytest.raises(PlanningError, match="no device runs a variant of 'dogs'"):
