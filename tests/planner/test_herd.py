@@ -168,6 +168,12 @@ def test_a_model_that_fits_nowhere_is_named() -> None:
         plan_herd({"big": Stream("b", 1)}, MODELS, devices=1, memory_bytes=5, groups=1)
 
 
+def test_groups_that_have_no_device_each_are_no_room() -> None:
+    streams = {"one": Stream("a", 1), "two": Stream("c", 1)}
+    with pytest.raises(PlanningError, match=r"\(at most 1\): .* more devices"):
+        plan_herd(streams, MODELS, devices=1, memory_bytes=20, groups=2)
+
+
 def test_no_streams_need_no_groups() -> None:
     assert plan_herd({}, MODELS, devices=1, memory_bytes=5, groups=1).groups == ()
 
