@@ -10,6 +10,7 @@ which does not depend on how they were loaded.
 """
 
 import hashlib
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -36,7 +37,9 @@ def main() -> None:
     """Load, answer, report."""
     if not CHECKPOINT.exists():
         torch.manual_seed(0)
-        torch.save(build().state_dict(), CHECKPOINT)
+        unfinished = CHECKPOINT.with_suffix(f".{os.getpid()}")
+        torch.save(build().state_dict(), unfinished)
+        unfinished.rename(CHECKPOINT)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with torch.device("meta"):

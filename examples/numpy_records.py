@@ -7,6 +7,7 @@ and the memory behind them is shared with every other process that has the model
 view are allowed, and private to this handle.
 """
 
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -26,7 +27,10 @@ def main() -> None:
     if not FILE.exists():
         generator = torch.Generator().manual_seed(0)
         names = (f"layer.{number}.weight" for number in range(LAYERS))
-        save_file({name: torch.rand(WIDTH, WIDTH, generator=generator) for name in names}, FILE)
+        state = {name: torch.rand(WIDTH, WIDTH, generator=generator) for name in names}
+        unfinished = FILE.with_suffix(f".{os.getpid()}")
+        save_file(state, unfinished)
+        unfinished.rename(FILE)
     trims_shim.warm(FILE)
 
     start = time.perf_counter()

@@ -10,6 +10,7 @@ model's answer, which never changes.
 """
 
 import hashlib
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -38,9 +39,9 @@ def make() -> None:
     outputs = [helper.make_tensor_value_info(value, TensorProto.FLOAT, shape)]
     graph = helper.make_graph(nodes, "perceptron", inputs, outputs, weights)
     opset = [helper.make_opsetid("", 17)]
-    partial = MODEL.with_suffix(".partial")
-    save(helper.make_model(graph, opset_imports=opset, ir_version=9), partial)
-    partial.rename(MODEL)
+    unfinished = MODEL.with_suffix(f".{os.getpid()}")
+    save(helper.make_model(graph, opset_imports=opset, ir_version=9), unfinished)
+    unfinished.rename(MODEL)
 
 
 def main() -> None:

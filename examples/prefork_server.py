@@ -44,7 +44,9 @@ def make_checkpoint() -> None:
         return
     if os.fork() == 0:
         torch.manual_seed(0)
-        torch.save(build().state_dict(), CHECKPOINT)
+        unfinished = CHECKPOINT.with_suffix(f".{os.getpid()}")
+        torch.save(build().state_dict(), unfinished)
+        unfinished.rename(CHECKPOINT)
         os._exit(0)
     os.wait()
 

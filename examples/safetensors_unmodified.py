@@ -7,6 +7,7 @@ The first run makes a file of about 130 MB in the temp directory and keeps it th
 prints how long loading took and a checksum of the weights, which never changes.
 """
 
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -24,7 +25,10 @@ def main() -> None:
     if not FILE.exists():
         generator = torch.Generator().manual_seed(0)
         names = (f"layer.{number}.weight" for number in range(LAYERS))
-        save_file({name: torch.rand(WIDTH, WIDTH, generator=generator) for name in names}, FILE)
+        state = {name: torch.rand(WIDTH, WIDTH, generator=generator) for name in names}
+        unfinished = FILE.with_suffix(f".{os.getpid()}")
+        save_file(state, unfinished)
+        unfinished.rename(FILE)
 
     start = time.perf_counter()
     state = load_file(FILE)

@@ -8,6 +8,7 @@ prints how long its weights took and a checksum of the model's answer, which nev
 """
 
 import hashlib
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -29,7 +30,9 @@ def main() -> None:
     """Load, answer, report."""
     if not CHECKPOINT.exists():
         torch.manual_seed(0)
-        torch.save(build().state_dict(), CHECKPOINT)
+        unfinished = CHECKPOINT.with_suffix(f".{os.getpid()}")
+        torch.save(build().state_dict(), unfinished)
+        unfinished.rename(CHECKPOINT)
 
     model = build()
     start = time.perf_counter()

@@ -28,7 +28,9 @@ def main() -> None:
     if not DIRECTORY.exists():
         torch.manual_seed(0)
         config = BertConfig(hidden_size=512, num_hidden_layers=4, num_attention_heads=8)
-        BertModel(config).save_pretrained(DIRECTORY)
+        unfinished = DIRECTORY.with_suffix(f".{os.getpid()}")
+        BertModel(config).save_pretrained(unfinished)
+        unfinished.rename(DIRECTORY)
 
     start = time.perf_counter()
     model = BertModel.from_pretrained(DIRECTORY).eval()

@@ -35,6 +35,7 @@ BATCHING = (
     "staged.py",
     "generation.py",
 )
+HAS_ONNX = importlib.util.find_spec("onnx") is not None
 HAS_FASTAPI = importlib.util.find_spec("fastapi") is not None
 RESULT_LINES = ("answer", "sum of weights", "same tensor")
 """Starts of the lines that must not depend on how weights were loaded."""
@@ -103,6 +104,28 @@ load_model()
 lock.rmdir()
 """
 """What a second worker does that started at the same moment, and then one of another user."""
+
+BROKEN_OFF = """
+import os, runpy, tempfile
+import onnx, safetensors.torch, torch, transformers
+
+def save(*arguments):
+    path = arguments[-1]
+    os.mkdir(path) if os.path.basename(path).startswith("trims-example-bert") else open(path, "x")
+    raise KeyboardInterrupt
+
+torch.save = safetensors.torch.save_file = onnx.save = save
+transformers.BertModel.save_pretrained = save
+for program in {programs!r}:
+    pid = os.fork()
+    if pid == 0:
+        members = runpy.run_path(program)
+        members.get("make_checkpoint", members["main"])()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    print(*sorted(os.listdir(tempfile.gettempdir())))
+"""
+"""The first runs of programs that are interrupted while they write their models."""
 
 Run = Callable[..., str]
 
@@ -173,6 +196,19 @@ def test_unmodified_programs_give_the_same_results_with_trims(run: Run, tmp_path
     second = run("-m", "trims_shim", "run", str(program))
     assert results(plain) == results(first) == results(second)
     assert number(r"served by the cache: (\d+)", second) >= len(UNMODIFIED)
+
+
+@pytest.mark.skipif(not HAS_ONNX, reason="needs onnx")
+def test_a_first_run_that_is_interrupted_leaves_no_part_of_a_model(
+    run: Run, tmp_path: Path
+) -> None:
+    """Found: each run after that failed on the broken file."""
+    names = (*UNMODIFIED, "onnx_unmodified.py", "prefork_server.py", "numpy_records.py")
+    programs = [str(EXAMPLES / name) for name in names]
+    output = run("-c", BROKEN_OFF.format(programs=programs), TMPDIR=str(tmp_path))
+    files = [name for name in os.listdir(tmp_path) if name.startswith("trims-example-")]
+    assert len(files) == len(names), output
+    assert all(re.search(r"\.\d+$", name) for name in files), files
 
 
 def test_onnx_program_is_given_the_prepared_model(run: Run, environment: dict[str, str]) -> None:
