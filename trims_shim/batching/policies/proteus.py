@@ -35,6 +35,7 @@ class Proteus(EarlyDrop):
     """Wait for one more request until the last moment at which there would be time for it.
 
     ``margin_ms`` is kept free before each deadline; None ends waits early by the measured lateness.
+    With a margin a late timer is not made up for: what has less time left is given up.
 
     ``drop``: the requests to give up if not all in the queue can be in time. ``"window"``: the
     first ones that prevent a larger batch, as in :class:`EarlyDrop`. ``"head"``: only hopeless
