@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-CHECKPOINT = Path(tempfile.gettempdir()) / "trims-example-perceptron.pt"
+CHECKPOINT = Path(tempfile.gettempdir()) / f"trims-example-perceptron-{os.getuid()}.pt"
 LAYERS, WIDTH = 8, 2048
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import trims_shim
 
-FILE = Path(tempfile.gettempdir()) / "trims-example-records.safetensors"
+FILE = Path(tempfile.gettempdir()) / f"trims-example-records-{os.getuid()}.safetensors"
 LAYERS, WIDTH = 8, 2048
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 
-MODEL = Path(tempfile.gettempdir()) / "trims-example-perceptron.onnx"
+MODEL = Path(tempfile.gettempdir()) / f"trims-example-perceptron-{os.getuid()}.onnx"
 LAYERS, WIDTH = 8, 2048
 
 

@@ -26,7 +26,7 @@ from torch import nn
 
 import trims_shim  # noqa: F401
 
-CHECKPOINT = Path(tempfile.gettempdir()) / "trims-example-server.pt"
+CHECKPOINT = Path(tempfile.gettempdir()) / f"trims-example-server-{os.getuid()}.pt"
 WORKERS = 3
 LAYERS, WIDTH = 8, 2048
 REQUEST_LIMIT_S = 60

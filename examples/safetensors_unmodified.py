@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-FILE = Path(tempfile.gettempdir()) / "trims-example-layers.safetensors"
+FILE = Path(tempfile.gettempdir()) / f"trims-example-layers-{os.getuid()}.safetensors"
 LAYERS, WIDTH = 8, 2048
 
 

@@ -19,7 +19,7 @@ import torch
 from transformers import BertConfig, BertModel
 from transformers.utils import logging
 
-DIRECTORY = Path(tempfile.gettempdir()) / "trims-example-bert"
+DIRECTORY = Path(tempfile.gettempdir()) / f"trims-example-bert-{os.getuid()}"
 
 
 def main() -> None:

@@ -198,17 +198,28 @@ def test_unmodified_programs_give_the_same_results_with_trims(run: Run, tmp_path
     assert number(r"served by the cache: (\d+)", second) >= len(UNMODIFIED)
 
 
-@pytest.mark.skipif(not HAS_ONNX, reason="needs onnx")
-def test_a_first_run_that_is_interrupted_leaves_no_part_of_a_model(
-    run: Run, tmp_path: Path
-) -> None:
-    """Found: each run after that failed on the broken file."""
+@pytest.fixture(scope="module")
+def unfinished(run: Run, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Names of what programs leave whose first run is interrupted while they write a model."""
+    if not HAS_ONNX:
+        pytest.skip("needs onnx")
     names = (*UNMODIFIED, "onnx_unmodified.py", "prefork_server.py", "numpy_records.py")
     programs = [str(EXAMPLES / name) for name in names]
-    output = run("-c", BROKEN_OFF.format(programs=programs), TMPDIR=str(tmp_path))
-    files = [name for name in os.listdir(tmp_path) if name.startswith("trims-example-")]
+    directory = tmp_path_factory.mktemp("unfinished")
+    output = run("-c", BROKEN_OFF.format(programs=programs), TMPDIR=str(directory))
+    files = [name for name in os.listdir(directory) if name.startswith("trims-example-")]
     assert len(files) == len(names), output
-    assert all(re.search(r"\.\d+$", name) for name in files), files
+    return files
+
+
+def test_a_first_run_that_is_interrupted_leaves_no_part_of_a_model(unfinished: list[str]) -> None:
+    """Found: each run after that failed on the broken file."""
+    assert all(re.search(r"\.\d+$", name) for name in unfinished), unfinished
+
+
+def test_each_user_has_files_of_their_own(unfinished: list[str]) -> None:
+    """Found: safetensors makes files that only their owner may read; others' runs failed."""
+    assert all(f"-{os.getuid()}." in name for name in unfinished), unfinished
 
 
 def test_onnx_program_is_given_the_prepared_model(run: Run, environment: dict[str, str]) -> None:
