@@ -333,3 +333,11 @@ def test_suite_with_a_model_per_test_passes_with_trims(run: Run) -> None:
     output = run(str(EXAMPLES / "pytest_project" / "compare.py"), "--rounds", "1")
     assert number(r"(\d+) tests passed in every run", output) > 0
     assert number(r"whole process .*: ([\d.]+) x", output) > 0
+
+
+def test_no_rounds_are_refused_before_anything_runs() -> None:
+    """Found: the suite ran once, and then came the traceback of a median of nothing."""
+    command = [sys.executable, str(EXAMPLES / "pytest_project" / "compare.py"), "--rounds", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 2
+    assert "--rounds has to be 1 or more" in done.stderr

@@ -40,6 +40,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
+    if rounds < 1:
+        parser.error("--rounds has to be 1 or more")
     without, with_trims = [], []
     run_suite("--trims")
     for _ in range(rounds):
