@@ -126,13 +126,18 @@ def test_however_much_is_asked_for_each_family_gets_its_share(headroom: float) -
     assert placement.headroom == pytest.approx(30 / 400)
 
 
-def test_what_runs_stays_where_a_change_gains_nothing() -> None:
-    options = [option("cats", name, "gpu", 90, 40) for name in ("one", "other")]
+@pytest.mark.parametrize(
+    ("accuracy", "stays"), [(90, True), (89.95, True), (89.5, False), (80, False)]
+)
+def test_what_runs_stays_where_a_change_gains_nothing(accuracy: float, *, stays: bool) -> None:
+    """Nothing, or less than the gap."""
+    options = [option("cats", "one", "gpu", accuracy, 40), option("cats", "other", "gpu", 90, 40)]
     problem = Problem({"gpu": 2}, options, {"cats": 60})
     for variant in options:
         before = plan_proteus(Problem({"gpu": 2}, [variant], {"cats": 60}))
         after = plan_proteus(problem, before=before)
-        assert [group.option for group in after.groups] == [variant]
+        kept = variant if stays else options[1]
+        assert [group.option for group in after.groups] == [kept]
 
 
 def test_an_overload_is_answered_as_far_as_can_be_not_as_accurately() -> None:

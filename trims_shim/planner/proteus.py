@@ -28,7 +28,7 @@ from dataclasses import replace
 
 from trims_shim.errors import PlanningError
 from trims_shim.planner.placement import Group, Placement
-from trims_shim.planner.problem import Problem
+from trims_shim.planner.problem import Option, Problem
 from trims_shim.planner.programme import Programme, Solution
 
 __all__ = ["plan_proteus"]
@@ -184,11 +184,14 @@ class _Model:
     def spread(self, best: Solution, before: Placement | None) -> tuple[list[float], list[float]]:
         """Use devices that are not needed, and all alike; return flows and counts."""
         try:
-            return self._levelled(self.solved(self._spare(best) | self._changes(before)))
+            running = (
+                {} if before is None else {each.option: each.devices for each in before.groups}
+            )
+            return self._levelled(self.solved(self._spare(best, running) | self._changes(running)))
         except PlanningError:
             return self._flows_and_counts(best)
 
-    def _spare(self, best: Solution) -> dict[int, float]:
+    def _spare(self, best: Solution, running: Mapping[Option, int]) -> dict[int, float]:
         """Add rows for the spare room of each family, in times its demand; return it as a goal."""
         programme, problem = self._programme, self._problem
         least = programme.variable(upper=_MOST_SPARE)
@@ -205,7 +208,8 @@ class _Model:
             goal[spare] = _OTHERS_COUNT / len(problem.families)
             room = {}
             for i, option in problem.of_family(family):
-                if option.accuracy >= min(used):
+                may_lose = self._gap if option in running else 0.0
+                if option.accuracy >= min(used) * (1 - may_lose):
                     room[self._counts[i]] = option.peak_qps
                 else:
                     programme.row({self._counts[i]: 1.0}, upper=0)
@@ -214,11 +218,10 @@ class _Model:
             programme.row({spare: 1.0, least: -1.0}, lower=0)
         return goal
 
-    def _changes(self, before: Placement | None) -> dict[int, float]:
+    def _changes(self, running: Mapping[Option, int]) -> dict[int, float]:
         """Add rows for the number of devices that change their variant; return it as a goal."""
-        if before is None:
+        if not running:
             return {}
-        running = {group.option: group.devices for group in before.groups}
         goal = {}
         for option, count in zip(self._problem.options, self._counts, strict=True):
             changed = self._programme.variable()
