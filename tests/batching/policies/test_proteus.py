@@ -100,14 +100,22 @@ def test_batches_quicker_than_expected_do_not_lengthen_the_wait() -> None:
     assert rule.wake_ns == ms(76)
 
 
-@pytest.mark.parametrize(("margin_ms", "size"), [(0, 2), (1, 1)])
-def test_as_many_go_as_the_first_one_has_time_for_with_the_margin(
-    margin_ms: float, size: int
-) -> None:
-    rule = Proteus(PROFILE, max_batch_size=4, drop="head", margin_ms=margin_ms)
+def test_as_many_go_as_the_first_one_has_time_for() -> None:
+    rule = Proteus(PROFILE, max_batch_size=4, drop="head")
     for number in range(4):
         rule.queue.add(Request(number, 0, ms(24 if number == 0 else 500)))
-    assert rule.choose(0) == size
+    assert rule.choose(0) == 2
+
+
+@pytest.mark.parametrize("drop", ["window", "head"])
+def test_a_margin_makes_up_for_late_timers(drop: Any) -> None:
+    rule = Proteus(PROFILE, max_batch_size=4, drop=drop, margin_ms=10)
+    rule.queue.add(Request(0, 0, ms(100)))
+    assert rule.choose(0) == 0
+    assert rule.wake_ns == ms(66)
+    assert rule.choose(ms(66 + 12)) == 1
+    assert rule.choose(ms(66 + 13)) == 0  # now it is hopeless
+    assert not rule.queue
 
 
 def test_a_request_without_time_to_wait_runs_at_once() -> None:

@@ -34,8 +34,8 @@ _QUANTILE = 0.99
 class Proteus(EarlyDrop):
     """Wait for one more request until the last moment at which there would be time for it.
 
-    ``margin_ms`` is kept free before each deadline; None ends waits early by the measured lateness.
-    With a margin a late timer is not made up for: what has less time left is given up.
+    ``margin_ms`` ends waits so much earlier, for late timers and batches; None by what they are
+    late. Requests are given up for their deadlines alone.
 
     ``drop``: the requests to give up if not all in the queue can be in time. ``"window"``: the
     first ones that prevent a larger batch, as in :class:`EarlyDrop`. ``"head"``: only hopeless
@@ -62,7 +62,8 @@ class Proteus(EarlyDrop):
         self._lateness_ns = Recent(_REMEMBERED)
         self._overruns_ns = Recent(_REMEMBERED)
         self._overruns_of = profile
-        self._wait_margin_ns = self.margin_ns
+        # What has waited is not given up for a timer that is late by less than the margin.
+        self._wait_margin_ns, self.margin_ns = self.margin_ns, 0
 
     def choose(self, now_ns: int) -> int:
         """See :class:`~trims_shim.batching.rules.Rule`."""
@@ -99,8 +100,8 @@ class Proteus(EarlyDrop):
 
     def _as_head_needs(self, now_ns: int) -> int:
         self.drop_hopeless(now_ns)
-        size, ready_ns = self.room(), now_ns + self.margin_ns
-        while size and self.queue.deadline_ns(size) < ready_ns + self.profile.latency_ns(size):
+        size = self.room()
+        while size and self.queue.deadline_ns(size) < now_ns + self.profile.latency_ns(size):
             size -= 1
         return size
 
