@@ -156,6 +156,9 @@ class TestFile:
         assert settings.idle_exit == 1.5
         assert settings.patches == ("torch",)
 
+    def test_a_group_may_be_a_number(self, home: Path) -> None:
+        assert load(write(home, "group = 100")).group == "100"
+
     @pytest.mark.parametrize(
         "text",
         [
@@ -166,6 +169,10 @@ class TestFile:
             "host_bytes = true",
             "idle_exit = nan",
             "idle_exit = true",
+            "socket_dir = {a = 1}",
+            "cache_dir = true",
+            'log_file = ["/tmp/log"]',
+            "group = 1.5",
         ],
     )
     def test_values_out_of_range_and_of_other_types(self, home: Path, text: str) -> None:

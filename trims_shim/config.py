@@ -571,8 +571,12 @@ def _read_file(path: str) -> dict[str, str]:
     try:
         with open(path, "rb") as file:
             table = load_toml(file)
-        for name in table:
-            _check_known(name, f"key {name} in {path}")
+        for name, value in table.items():
+            place = f"key {name} in {path}"
+            _check_known(name, place)
+            # Any text is a path or a name, that of a table too; a group may be a number.
+            if _BY_NAME[name].parse is str and type(value) not in (str, int):
+                raise ConfigError(f"{place}: {str(value)!r} is not text; see `trims info`")
         return {name: _as_text(name, value) for name, value in table.items()}
     # ValueError: TOMLDecodeError, UnicodeDecodeError, and integers of more digits than Python
     # converts; RecursionError: brackets without end.
