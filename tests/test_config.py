@@ -142,6 +142,16 @@ class TestFile:
         with pytest.raises(ConfigError, match="cannot be read"):
             load({"XDG_CONFIG_HOME": str(home)})
 
+    def test_a_pipe_in_its_place_is_not_waited_for(self, home: Path) -> None:
+        os.mkfifo(home / "trims" / "trims.toml")
+        with pytest.raises(ConfigError, match=r"trims\.toml cannot be read: it is no regular file"):
+            load({"XDG_CONFIG_HOME": str(home)})
+
+    def test_the_null_device_has_no_settings(self, home: Path) -> None:
+        """A container's mount that hides the file of the image."""
+        (home / "trims" / "trims.toml").symlink_to(os.devnull)
+        assert load({"XDG_CONFIG_HOME": str(home)}).source("log") == "default"
+
     @pytest.mark.parametrize("name", ["socket_dir", "cache_dir", "log_file", "group", "exclude"])
     def test_a_nul_character(self, home: Path, name: str) -> None:
         with pytest.raises(ConfigError, match=rf"key {name} in .*'~a\\x00b' has a NUL character"):

@@ -569,6 +569,9 @@ def _read_file(path: str) -> dict[str, str]:
     if not os.path.exists(path):
         return {}
     try:
+        # A pipe is opened when somebody writes to it, and some devices have no end.
+        if not (os.path.isfile(path) or os.path.samefile(path, os.devnull)):
+            raise OSError("it is no regular file")
         with open(path, "rb") as file:
             table = load_toml(file)
         for name, value in table.items():
