@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
@@ -185,6 +186,43 @@ def test_reloading_what_a_program_put_in_a_modules_place(module: MakeModule) -> 
     sys.modules[name] = ModuleType(name)
     importlib.reload(sys.modules[name])
     assert seen == [7]
+
+
+def test_a_hook_that_comes_in_the_middle_of_the_import(module: MakeModule) -> None:
+    """As of a program that imports torch in one thread, and the shim in another."""
+    source = (
+        "from trims_shim.patches.importing import call_when_imported\n"
+        "seen = []\ncall_when_imported(__name__, lambda: seen.append(value))\nvalue = 5\n"
+    )
+    waited = importlib.import_module(module("waited_early", source))
+    assert waited.seen == []
+    importlib.import_module(module("waited_next", ""))
+    assert waited.seen == [5]
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 15), reason="Python calls no load_module any more")
+@pytest.mark.filterwarnings("ignore:.*load_module:ImportWarning")
+@pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
+def test_a_loader_of_the_old_kind(module: MakeModule) -> None:
+    """It has load_module, and no exec_module. The hook runs with the next import."""
+
+    class Loader:
+        @staticmethod
+        def load_module(name: str) -> ModuleType:
+            return sys.modules.setdefault(name, ModuleType(name, "old"))
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, *_: Any) -> Any:
+            is_ours = name == "waited_old"
+            return importlib.machinery.ModuleSpec(name, Loader()) if is_ours else None  # type: ignore[arg-type]
+
+    seen: list[int] = []
+    call_when_imported("waited_old", lambda: seen.append(1))
+    sys.meta_path.append(Finder())  # type: ignore[arg-type]
+    assert importlib.import_module("waited_old").__doc__ == "old"
+    importlib.import_module(module("waited_next", ""))
+    assert seen == [1]
 
 
 def test_a_lazy_loader(module: MakeModule) -> None:
