@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy
 import pytest
@@ -142,6 +143,66 @@ def test_loads_that_joined_another_are_told_of(monkeypatch: pytest.MonkeyPatch) 
     assert lines == [
         "3 loads served (1 hit, 1 miss, 1 joined), 6 MB shared, 0 copies elided",
     ]
+
+
+def configured(root: Path, **ini: object) -> pytest.Config:
+    """As pytest's, with these ini keys."""
+    values = {"trims": False, "trims_shared": False, "trims_socket_dir": "", "trims_host_bytes": ""}
+    config: Any = SimpleNamespace(rootpath=root, getini={**values, **ini}.__getitem__)
+    return cast(pytest.Config, config)
+
+
+@pytest.mark.parametrize(
+    ("text", "source"),
+    [("0", ""), ("false", ""), ("NO", ""), ("Off", ""), ("1", "ini"), ("", "ini")],
+)
+def test_spellings_that_switch_the_ini_key_off(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, source: str
+) -> None:
+    monkeypatch.setenv("TRIMS_ENABLED", text)
+    assert plugin._source(configured(tmp_path, trims=True), None) == source
+
+
+def test_a_run_leaves_the_variables_of_its_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = configured(tmp_path)
+    run = plugin._choose(config, "ini")
+    ours = {"TRIMS_IDLE_EXIT", "TRIMS_CACHE_DIR"}
+    assert ours < set(plugin._environment(config, run))
+    for name in ours:
+        monkeypatch.setenv(name, "7")
+    assert not ours & set(plugin._environment(config, run))
+
+
+def test_which_directory_is_whose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def choose(**ini: object) -> tuple[str, bool, bool]:
+        run = plugin._choose(configured(tmp_path, **ini), "ini")
+        return run.socket_dir, run.is_owner, run.is_directory_ours
+
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    monkeypatch.setenv("HOME", "/home/x")
+    assert choose(trims_socket_dir="s") == (f"{tmp_path}/s", True, False)
+    assert choose(trims_socket_dir="~/s") == ("/home/x/s", True, False)
+    assert choose(trims_shared=True) == ("", False, False)
+    # A test's own test run, and a worker on another machine: the run's name alone, or no name.
+    for name, value in (("_TRIMS_PYTEST_SOCKET_DIR", "/run/s"), ("PYTEST_XDIST_WORKER", "gw0")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            directory, *mine = choose()
+            assert os.path.dirname(directory) == "/tmp"
+            assert mine == [True, True]
+    monkeypatch.setenv("_TRIMS_PYTEST_SOCKET_DIR", "/run/s")
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    assert choose() == ("/run/s", False, False)
+
+
+def test_a_long_temporary_directory_has_no_sockets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 60)
+    directory = plugin._choose(configured(tmp_path), "ini").socket_dir
+    assert os.path.dirname(directory) == "/tmp"
 
 
 def test_all_workers_have_the_same_daemon(pytester: pytest.Pytester, tmp_path: Path) -> None:
