@@ -32,7 +32,7 @@ from trims_shim.errors import (
     UnknownImage,
     UnsupportedFormat,
 )
-from trims_shim.testing import FakeDaemon
+from trims_shim.testing import FakeDaemon, Opened
 from trims_shim.wire import admin
 
 pytestmark = pytest.mark.usefixtures("no_leak")
@@ -125,6 +125,11 @@ class TestLoads:
             assert daemon.reads(path) == 1
             assert daemon.leases == 0
 
+    def test_joining_a_load_is_a_hit(self, path: str) -> None:
+        daemon = FakeDaemon()
+        daemon.opened += [Opened(path, each, "") for each in ("miss", "joined", "hit", "joined")]
+        assert (daemon.reads(path), daemon.hits(path)) == (1, 3)
+
     def test_no_thread_is_left(self, path: str) -> None:
         before = set(threading.enumerate())  # those of other tests may end
         with FakeDaemon():
@@ -165,8 +170,10 @@ class TestFaults:
     def test_stall_takes_no_time(self, path: str) -> None:
         with FakeDaemon(stall_timeout="1000") as daemon:
             daemon.stall()
-            with pytest.raises(DaemonTimeout, match="1000 s"):
-                load(path)
+            daemon.stall(times=2)
+            for _ in range(3):
+                with pytest.raises(DaemonTimeout, match="1000 s"):
+                    load(path)
             assert load(path) == CONTENT
 
     def test_go_away_and_come_back(self, path: str) -> None:
@@ -183,6 +190,14 @@ class TestFaults:
             daemon.come_back()
             assert load(path) == CONTENT
             assert daemon.reads(path) == 2
+
+    def test_coming_back_without_having_gone_keeps_all(self, path: str) -> None:
+        with FakeDaemon() as daemon:
+            load(path)
+            daemon.come_back()
+            assert len(daemon.images) == 1
+            assert load(path) == CONTENT
+            assert (daemon.reads(path), daemon.hits(path)) == (1, 1)
 
     def test_a_forked_child_finds_no_daemon(self, path: str) -> None:
         with FakeDaemon() as daemon:
@@ -215,6 +230,7 @@ class TestRequests:
             assert status.images[0].names == (path,)
             assert status.images[0].is_pinned
             assert status.clients[0].pid == os.getpid()
+            assert status.clients[0].requests == status.counters["requests"] == 3
             verified = ask(admin.VerifyImageRequest(digest))
             assert verified.computed == verified.digest == digest
             with pytest.raises(NoSpace, match="pinned"):
