@@ -145,6 +145,17 @@ def test_loads_that_joined_another_are_told_of(monkeypatch: pytest.MonkeyPatch) 
     ]
 
 
+def test_a_conftest_may_load_the_plugin(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    pytester.makeini("[pytest]\ntrims = true\n")
+    pytester.makeconftest("pytest_plugins = ['_trims_pytest']\n")
+    result = run(pytester, "-k", "served")
+    result.assert_outcomes(passed=4, deselected=2)
+    result.stdout.fnmatch_lines(["trims: on, * isolated (from ini)"])
+
+
 def configured(root: Path, **ini: object) -> pytest.Config:
     """As pytest's, with these ini keys."""
     values = {"trims": False, "trims_shared": False, "trims_socket_dir": "", "trims_host_bytes": ""}
