@@ -306,7 +306,17 @@ print("in the program:", trims_shim.enabled(), trims_shim.stats().served - befor
 
 
 @pytest.mark.parametrize(
-    ("first", "outcome"), [("import trims_shim", "True 1"), ("", "False 0")], ids=["on", "off"]
+    ("first", "outcome"),
+    [
+        ("import trims_shim", "True 1"),
+        ("", "False 0"),
+        (
+            "import trims_shim; from safetensors.numpy import load_file\n"
+            "load_file(os.environ['MODEL'])",
+            "True 1",
+        ),
+    ],
+    ids=["on", "off", "has loaded"],
 )
 def test_a_program_goes_on_as_before(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, first: str, outcome: str
@@ -316,7 +326,7 @@ def test_a_program_goes_on_as_before(
         monkeypatch.setenv("TRIMS_SOCKET_DIR", directory)
         program = pytester.makepyfile(program=PROGRAM.format(first=first))
         result = pytester.run(sys.executable, program, timeout=LIMIT_S)
-        result.stdout.fnmatch_lines([f"in the program: {outcome}"])
+        result.stdout.fnmatch_lines(["4 loads served *", f"in the program: {outcome}"])
         pytester.run(*TRIMS, "stop", timeout=LIMIT_S)
 
 
@@ -399,6 +409,26 @@ def test_unusable_setting_is_a_usage_error(pytester: pytest.Pytester) -> None:
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     source = "ini option trims_host_bytes"
     result.stderr.fnmatch_lines([f"*trims (--trims): {source}: 'plenty' is not a size*"])
+
+
+def test_a_setting_of_the_environment_that_only_the_run_replaces(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is back, and unusable, at the end of the run."""
+    monkeypatch.setenv("TRIMS_HOST_BYTES", "plenty")
+    result = run(pytester, "--trims", "-o", "trims_host_bytes=64M", "-k", "served")
+    result.assert_outcomes(passed=4, deselected=2)
+    assert (result.ret, result.stderr.str()) == (pytest.ExitCode.OK, "")
+
+
+def test_a_usage_error_leaves_the_environment_of_a_program(pytester: pytest.Pytester) -> None:
+    program = pytester.makepyfile(
+        program="import os, pytest\nbefore = dict(os.environ)\n"
+        "status = pytest.main(['--trims', '-o', 'trims_host_bytes=plenty'])\n"
+        "print(status, os.environ == before)\n"
+    )
+    result = pytester.run(sys.executable, program, timeout=LIMIT_S)
+    result.stdout.fnmatch_lines(["4 True"])
 
 
 def test_elsewhere_than_on_linux_it_is_off_and_says_so(pytester: pytest.Pytester) -> None:

@@ -33,10 +33,11 @@ def test_install_status_remove(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert not run("remove")["installed"], "removing twice is fine"
 
 
+@pytest.mark.parametrize("content", [b"import os\n", b"import os  # \xff\n"])
 def test_file_of_another_version_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
 ) -> None:
-    (tmp_path / FILE_NAME).write_text("import os\n")
+    (tmp_path / FILE_NAME).write_bytes(content)
     assert main(["autostart", "status", "--site-packages", str(tmp_path)]) == Exit.OK
     assert "another version" in capsys.readouterr().out
 
@@ -92,7 +93,8 @@ def test_acts_only_when_the_variable_is_set_to_true(trims: Trims, tmp_path: Path
     (tmp_path / FILE_NAME).write_text(LINE)
     assert LINE.startswith("import ")
     assert LINE.count("\n") == 1
-    for value, expected in (("", False), ("0", False), ("nonsense", False), ("1", True)):
+    off, on = ("", "0", "nonsense"), ("1", "True", "YES", "on")
+    for value, expected in [(each, False) for each in off] + [(each, True) for each in on]:
         done = trims.python("-c", START, str(tmp_path), TRIMS_ENABLED=value)
         assert (done.stdout, done.stderr) == (f"{expected}\n", "")
 

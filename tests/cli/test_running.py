@@ -27,7 +27,8 @@ def test_python_files_and_options_go_to_this_interpreter(
     (tmp_path / "sh").mkdir()
     for words in (["app.py", "-x"], ["-m", "pkg"], ["-c", "code"], ["plain"], ["./plain"]):
         assert resolve(words) == [sys.executable, *words]
-    for words in (["app.pyc"], ["app.pyz", "-x"]):
+    (tmp_path / "package").mkdir()  # with a __main__.py
+    for words in (["app.pyc"], ["app.pyz", "-x"], ["package"]):
         assert resolve(words) == [sys.executable, *words]
     for words in (["python", "app.py"], ["./script"], ["script"], ["sh"], ["nosuch"]):
         assert resolve(words) == words
