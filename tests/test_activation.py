@@ -199,6 +199,14 @@ def test_sockets_that_cannot_be_had_are_reported_once(run: Run, tmp_path: Path) 
     assert done.stderr.count("is not a directory") == 1
 
 
+def test_load_state_dict_can_be_left_alone(run: Run) -> None:
+    program = "import trims_shim; from trims_shim import patches\nprint(*patches.requested())"
+    assert "torch_module" in run(program).stdout.split()
+    requested = run(program, TRIMS_ELIDE_COPIES="0").stdout.split()
+    assert "torch_load" in requested
+    assert "torch_module" not in requested
+
+
 def test_patches_can_be_chosen(run: Run) -> None:
     program = (
         "import safetensors.numpy as library, trims_shim\n"
