@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import onnxruntime
 from onnx_models import SAMPLES
 from onnx_unusual import BROKEN
@@ -82,3 +83,24 @@ def verbose_log(work: Work) -> object:
         return [described(session), ran(session, sample.feeds)]
     finally:
         os.dup2(saved, 2)
+
+
+@cases({"first_zero": "10", "first_kept": "01"}, served=True)
+def denormal_numbers(work: Work, entries: str) -> object:
+    """Only a program's first session sets what its thread makes of them in constants."""
+    from onnx_models import Graph, save
+
+    graph = Graph("denormal", 51)
+    graph.input("x", [2, 64])
+    tiny = [graph.constant(name, numpy.full(64, 1e-20, "float32")) for name in ("a", "b")]
+    large = graph.constant("c", numpy.full(64, 1e20, "float32"))
+    graph.node("Add", "x", graph.node("Mul", graph.node("Mul", *tiny), large), outputs=["y"])
+    graph.output("y", [2, 64])
+    path = work.file("model.onnx", save(graph.model()))
+    feeds = [{"x": numpy.zeros((2, 64), "float32")}]
+    seen = []
+    for value in entries:
+        given = options()
+        given.add_session_config_entry("session.set_denormal_as_zero", value)
+        seen.append(ran(onnxruntime.InferenceSession(path, given), feeds))
+    return seen

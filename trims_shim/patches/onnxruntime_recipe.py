@@ -94,6 +94,7 @@ _OF_THE_MODEL = frozenset(
     }
 )
 """Config entries that are part of the recipe."""
+_DENORMALS = "session.set_denormal_as_zero"
 _NAMESPACES = ("ep.", "memory.", "mlas.", "optimization.", "session.")
 """Prefixes of onnxruntime's own config entries; only custom operators read others."""
 
@@ -246,12 +247,19 @@ def _optimizers(disabled: Any) -> tuple[str, ...]:
 # --- recipes --------------------------------------------------------------------------------------
 
 
-def recipe_of(settings: Settings, *, prepack: str) -> SessionRecipe:
+def recipe_of(settings: Settings, *, prepack: str, is_first: bool = True) -> SessionRecipe:
     """The recipe. Raises NotServed for a config entry that is not known to be harmless.
 
     ``prepack`` is the setting of this name; a program's own entry about packing comes first.
+    ``is_first``: this process has made no session yet, as the preparer has not. Only the first one
+    sets, for the thread that makes it, whether denormal numbers are zero; others compute constants
+    as their thread does, whatever their options say.
     """
     entries = _entries(settings.record.entries)
+    if not is_first:
+        entries.pop(_DENORMALS, None)
+        if sys.float_info.min / 2 == 0:
+            entries[_DENORMALS] = "1"
     asked = entries.pop(NO_PREPACKING, None)
     if asked is not None:
         prepack = "off" if asked == "1" else "share"

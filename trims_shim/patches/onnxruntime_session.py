@@ -62,6 +62,9 @@ _is_seed_set = False
 of its own starts from it plus its number in the graph, and nodes of a prepared model have other
 numbers. Until somebody sets a seed, it is the time: then only two sessions of one process, one of
 them of the prepared model, can be told apart. With onnxruntime alone they draw the same numbers."""
+_has_sessions = False
+"""Whether this process has made a session; from then on, options no longer set what the making
+thread does with denormal numbers."""
 _ATTRIBUTES = ("_model_path", "_model_bytes", "_sess_options", "_read_config_from_model", "_sess")
 """Attributes of a session that the original reads or sets, and that this file depends on."""
 
@@ -124,7 +127,8 @@ def _plan(session: Any, arguments: tuple[Any, Any, Any]) -> _Plan | None:
         if _is_seed_set:
             raise NotServed("random_seed", f"{model.name}: onnxruntime.set_seed was called")
         settings = read_settings(session._sess_options, *arguments)
-        return _Plan(model, settings, recipe_of(settings, prepack=config.ort_prepack))
+        recipe = recipe_of(settings, prepack=config.ort_prepack, is_first=not _has_sessions)
+        return _Plan(model, settings, recipe)
     return None
 
 
@@ -305,11 +309,15 @@ class _Border:
 
 def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def _create_inference_session(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def _create_inference_session(self: Any, *args: Any, **kwargs: Any) -> None:
+        global _has_sessions
         arguments = _arguments(args, kwargs) if patches.active() else None
+        create = functools.partial(original, self, *args, **kwargs)
         if arguments is None:
-            return original(self, *args, **kwargs)
-        return _create(self, functools.partial(original, self, *args, **kwargs), arguments)
+            create()
+        else:
+            _create(self, create, arguments)
+        _has_sessions = True
 
     return _create_inference_session
 
