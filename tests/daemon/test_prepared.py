@@ -756,7 +756,9 @@ class TestTrust:
         assert world.preparer.verdicts == [True, True]
         assert world.hit(model).key != world.hit(theirs).key
 
-    @pytest.mark.parametrize("place", ["model", "file", "directory", "parent", "link"])
+    @pytest.mark.parametrize(
+        "place", ["model", "file", "directory", "parent", "link", "linked model"]
+    )
     def test_what_others_may_put_beside_a_model(
         self, world: World, model: Path, tmp_path: Path, place: str
     ) -> None:
@@ -768,6 +770,9 @@ class TestTrust:
         if place == "link":
             (theirs / "sub").rename(theirs / "data")
             (theirs / "sub").symlink_to("data")
+        elif place == "linked model":
+            (theirs / model.name).rename(theirs / "data.onnx")
+            (theirs / model.name).symlink_to("data.onnx")
         else:
             spoilt = {
                 "model": theirs / model.name,
