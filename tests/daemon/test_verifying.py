@@ -176,8 +176,10 @@ class TestVerification:
         """Creating a session of what was prepared takes longer; unless much memory is shared."""
         monkeypatch.setattr(verifying, "_NOISE_S", -1e9)
         monkeypatch.setattr(verifying, "_SHARED_ANYWAY_BYTES", 1 << 30)
+        made = self.damaged(monkeypatch, lambda directory: None, packed_only=False)
         reply = prepare(model, directory)
         assert (reply.reason, reply.is_lasting) == ("no_gain", True)
+        assert made == [True]
         monkeypatch.setattr(verifying, "_SHARED_ANYWAY_BYTES", 1000)
         assert prepare(model, directory).reason == ""
 
