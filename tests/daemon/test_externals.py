@@ -1,0 +1,70 @@
+"""Who may change files of a model, or where their paths lead."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trims_shim.daemon.prepared.externals import is_private, may_others_write
+
+SOMEBODY = 12345
+
+
+def of_somebody(status: os.stat_result, *, mode: int | None = None) -> os.stat_result:
+    """The same file if it were another user's."""
+    fields = list(status)
+    fields[stat.ST_UID] = SOMEBODY
+    if mode is not None:
+        fields[stat.ST_MODE] = stat.S_IFMT(status.st_mode) | mode
+    return os.stat_result(fields)
+
+
+@pytest.fixture
+def given_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, int], None]:
+    """Let a path look like another user's, of this mode."""
+    look = os.stat
+
+    def give(path: Path, mode: int) -> None:
+        def stat_of(asked: Any, **how: Any) -> os.stat_result:
+            found = look(asked, **how)
+            return of_somebody(found, mode=mode) if asked == str(path) else found
+
+        monkeypatch.setattr(os, "stat", stat_of)
+
+    return give
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "theirs" / "w.bin"
+    path.parent.mkdir()
+    path.write_bytes(b"w")
+    assert is_private(str(path))
+    return path
+
+
+def test_a_file_of_another_user(file: Path) -> None:
+    status = os.stat(file)
+    assert not may_others_write(status)
+    assert may_others_write(of_somebody(status))
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o1755, 0o1777])
+def test_in_a_directory_of_another_user(
+    file: Path, mode: int, given_away: Callable[[Path, int], None]
+) -> None:
+    """Its owner may rename what is in it, sticky or not."""
+    given_away(file.parent, mode)
+    assert not is_private(str(file))
+
+
+def test_in_a_sticky_directory_of_ours(file: Path) -> None:
+    file.parent.chmod(0o1777)
+    assert is_private(str(file))
+    file.parent.chmod(0o777)
+    assert not is_private(str(file))
