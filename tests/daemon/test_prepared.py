@@ -503,6 +503,15 @@ class TestExternalFiles:
         assert world.preparer.verdicts == [True, True, False]
         assert world.hit(model).key == first.key
 
+    def test_without_any_a_model_is_the_same_everywhere(
+        self, world: World, model: Path, tmp_path: Path
+    ) -> None:
+        other = tmp_path / "other" / "m.onnx"
+        other.parent.mkdir()
+        other.hardlink_to(model)
+        world.make(model)
+        world.hit(other)
+
     def test_they_are_looked_for_beside_the_path(
         self, world: World, model: Path, external: Path
     ) -> None:
@@ -602,6 +611,23 @@ class TestExternalFiles:
         world.prepared._jobs._trusts_young_files = False
         world.make(model)
         assert world.preparer.verdicts == [False, True], "it is read again after the wait"
+        world.hit(model)
+
+    def test_a_young_one_of_a_model_that_is_there(
+        self, world: World, model: Path, external: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """That it had to be waited for is no failure."""
+        world.make(model)
+        os.utime(external)
+        young = identity_of(external)
+        answers = itertools.chain([False], itertools.repeat(True))
+        monkeypatch.setattr(
+            prepared_jobs, "is_settled", lambda identity, _: identity != young or next(answers)
+        )
+        world.prepared._jobs._trusts_young_files = False
+        world.make(model)
+        assert world.preparer.verdicts == [True, False, False]
+        assert world.counters["prepared_failed"] == 0
         world.hit(model)
 
     def test_one_that_changes_meanwhile(self, world: World, model: Path, external: Path) -> None:
