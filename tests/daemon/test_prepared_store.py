@@ -362,6 +362,14 @@ class TestRefusals:
         store.lose(A)
         assert fail(store, DIED, now=10**13) == []
 
+    def test_success_forgets_a_file_that_was_not_even_hashed(self) -> None:
+        store = new_store()
+        store.failed(started(store, asking()), DIED, 1)
+        make(store, A, now=10**12, flight=asking().flight)
+        store.lose(A)
+        store.failed(started(store, asking(), 10**13), DIED, 10**13)
+        started(store, asking(), 10**18)
+
     def test_it_is_remembered_from_a_daemon_before(self) -> None:
         store = new_store()
         store.remember(KeepRefusal(A, "metadata_differs", "x", "1.31.1", ("/m.onnx",)), 1)
@@ -391,6 +399,16 @@ class TestEviction:
         assert store.evict() == [DropEntry(B, 10)]
         assert store.evict() == [], "what is in use stays"
         assert isinstance(store.open(asking(flight="x"), 2, may_start=True), Start)
+
+    def test_of_a_name_whose_model_is_in_use_the_refusals_go(self) -> None:
+        """The model with other options, say."""
+        store = new_store()
+        store.adopt(entry(A, name="/m"))
+        granted(store, A)
+        store.remember(KeepRefusal(B, "metadata_differs", "x", "1.31.1", ("/m",)), 1)
+        assert store.evict("/m") == [DropRefusal(B)]
+        with pytest.raises(NoSpace):
+            store.evict("/m")
 
     def test_refusals_by_name_by_key_and_all(self) -> None:
         store = new_store()
