@@ -499,11 +499,12 @@ class TestRealPreparer:
 
     def test_the_search_path_is_the_clients(self, fakes: Fakes) -> None:
         """Absolute directories of it; nothing is found by where the daemon is."""
-        other = fakes.tmp_path / "site"
-        other.mkdir()
-        (other / "blake3.py").write_text("raise SystemExit(7)")
+        near, other = fakes.tmp_path / "near", fakes.tmp_path / "site"
+        for site, status in ((near, 6), (other, 7)):
+            site.mkdir()
+            (site / "blake3.py").write_text(f"raise SystemExit({status})")
         order = self.order(fakes)
-        search_path = ("relative", str(other), *order.search_path)
+        search_path = (os.path.relpath(near, "/"), str(other), *order.search_path)
         changed = order._replace(search_path=search_path)
         reply = fakes.preparer().run(changed, yes)
         os.close(order.request.source)
