@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from harness import wait_until
 
 import emulated_cuda as emulation
 from emulated_cuda.calls import api, call, create, failure, properties, start
@@ -216,6 +218,25 @@ class TestContexts:
         assert [each.kind for each in cuda.allocations()] == ["context"]
         free, total = call("cuMemGetInfo")
         assert total - free == cuda.used_bytes(0) == 64 << 20
+        call("cuDevicePrimaryCtxRelease", 0)
+        assert cuda.used_bytes(0) == 0
+
+    @pytest.mark.parametrize(
+        "emulated_environment", [{"context_bytes": 64 << 20, "copy_delay_ms": 100}], indirect=True
+    )
+    def test_a_context_is_made_after_the_end_of_the_one_before(
+        self, cuda: emulation.Emulated
+    ) -> None:
+        """Although that one has copies to wait for: both are in the same place."""
+        call("cuMemsetD8", call("cuMemAlloc", 4096), 1, 4096)
+        with ThreadPoolExecutor(1) as pool:
+            end = pool.submit(call, "cuDevicePrimaryCtxRelease", 0)
+            wait_until(lambda: call("cuDevicePrimaryCtxGetState", 0) == [0, 0], "the release")
+            start()
+            stream = call("cuStreamCreate", 1)
+            end.result()
+        call("cuStreamSynchronize", stream)
+        assert [each.kind for each in cuda.allocations()] == ["context"]
         call("cuDevicePrimaryCtxRelease", 0)
         assert cuda.used_bytes(0) == 0
 

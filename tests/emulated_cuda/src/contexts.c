@@ -18,6 +18,8 @@ struct context {
 
 static struct context contexts[MAX_DEVICES];
 static pthread_mutex_t contexts_lock = PTHREAD_MUTEX_INITIALIZER;
+/* A context is made only after the one before is gone, with its streams and memory. */
+static pthread_mutex_t lifetimes_lock = PTHREAD_MUTEX_INITIALIZER;
 
 static _Thread_local struct {
     unsigned generation;
@@ -91,7 +93,7 @@ static CUresult create(CUcontext context, int ordinal) {
     return context->memory < 0 ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
 }
 
-/* Without the lock: the streams' threads may want to poison the context to the last. */
+/* Without contexts_lock: the streams' threads may want to poison the context to the last. */
 static void destroy(CUcontext context) {
     streams_destroy(context);
     linear_release_context(context_device(context));
@@ -108,6 +110,7 @@ EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice ordinal) {
         return CUDA_ERROR_INVALID_DEVICE;
     CUcontext found = context_of(ordinal);
     CUresult result = CUDA_SUCCESS;
+    pthread_mutex_lock(&lifetimes_lock);
     pthread_mutex_lock(&contexts_lock);
     if (found->references == 0)
         result = create(found, ordinal);
@@ -116,6 +119,7 @@ EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice ordinal) {
         *context = found;
     }
     pthread_mutex_unlock(&contexts_lock);
+    pthread_mutex_unlock(&lifetimes_lock);
     return result;
 }
 
@@ -124,12 +128,14 @@ EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice ordinal) {
     if (device_at(ordinal) == NULL)
         return CUDA_ERROR_INVALID_DEVICE;
     CUcontext context = context_of(ordinal);
+    pthread_mutex_lock(&lifetimes_lock);
     pthread_mutex_lock(&contexts_lock);
     bool is_active = context->references > 0;
     bool is_last = is_active && --context->references == 0;
     pthread_mutex_unlock(&contexts_lock);
     if (is_last)
         destroy(context);
+    pthread_mutex_unlock(&lifetimes_lock);
     return is_active ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
 }
 
@@ -138,12 +144,14 @@ EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice ordinal) {
     if (device_at(ordinal) == NULL)
         return CUDA_ERROR_INVALID_DEVICE;
     CUcontext context = context_of(ordinal);
+    pthread_mutex_lock(&lifetimes_lock);
     pthread_mutex_lock(&contexts_lock);
     bool is_active = context->references > 0;
     context->references = 0;
     pthread_mutex_unlock(&contexts_lock);
     if (is_active)
         destroy(context);
+    pthread_mutex_unlock(&lifetimes_lock);
     return CUDA_SUCCESS;
 }
 

@@ -22,7 +22,8 @@
  *   host.c       pinned and registered host memory
  *   pointers.c   cuPointerGetAttribute
  *
- * Locks, in the order they may be taken: streams_lock, contexts_lock, the registry's file lock.
+ * Locks, in the order they may be taken: lifetimes_lock (contexts.c), streams_lock, contexts_lock,
+ * the registry's file lock.
  * With space_lock or one of the others held, none of these is taken.
  *
  * Where CUDA's documentation leaves open what a wrong call does, the answer here is an error, so
