@@ -237,6 +237,17 @@ def test_a_model_that_takes_no_numbers_of_the_other_sign() -> None:
     check_stages([nn.Identity(), Root()], Root(), Example(torch.rand(3, 2) + 0.1))
 
 
+def test_inputs_of_a_type_without_arithmetic() -> None:
+    widened = [lambda x: x.float(), nn.ReLU()]
+    example = Example(torch.rand(3, 2).to(torch.float8_e4m3fn))
+    check_stages(widened, nn.Sequential(Widen(), nn.ReLU()), example)
+
+
+class Widen(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float()
+
+
 class Pairs(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.batch_norm(x, None, None, training=True)
