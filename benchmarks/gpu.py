@@ -97,9 +97,7 @@ def _write(run: Run, machine: Result, options: argparse.Namespace) -> None:
         "rows": [asdict(row) | {"is_met": row.is_met} for row in findings.rows],
         "samples": findings.samples,
     }
-    partial = options.output / f".{options.name}.json"
-    write_json(partial, content)
-    partial.replace(options.output / f"{options.name}.json")
+    write_json(options.output / f"{options.name}.json", content)
 
 
 def _measure(run: Run, options: argparse.Namespace) -> None:

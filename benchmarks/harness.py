@@ -289,10 +289,15 @@ _LIBRARIES = ("torch", "safetensors", "numpy", "msgpack", "pyzmq", "blake3")
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write results for people and programs; dataclasses become objects."""
+    """Write results for people and programs; dataclasses become objects.
+
+    The file is replaced as a whole: some runs go on with what an earlier one has measured.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=1, default=_encode)
-    path.write_text(text + "\n")
+    partial = path.with_name(f".{path.name}")
+    partial.write_text(text + "\n")
+    partial.replace(path)
 
 
 def rounded(value: Any, digits: int) -> Any:

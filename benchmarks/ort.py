@@ -84,9 +84,7 @@ def _write(run: Run, machine: dict[str, Any], directory: Path) -> None:
         "rows": [asdict(row) | {"is_met": row.is_met} for row in findings.rows],
         "samples": findings.samples,
     }
-    partial = directory / ".ort.json"
-    write_json(partial, content)
-    partial.replace(directory / "ort.json")
+    write_json(directory / "ort.json", content)
 
 
 def _measure(run: Run, sections: Sequence[str], budget_s: float) -> None:
