@@ -30,7 +30,7 @@ from benchmarks.batching_flex_systems import (
     run,
     synthetic,
 )
-from benchmarks.harness import ROOT, write_json
+from benchmarks.harness import ROOT, results_directory, write_json
 from benchmarks.rendering import markdown_table, pyplot, save_picture
 from trims_shim.batching.simulator import Report
 
@@ -111,7 +111,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a quarter of the requests, one seed")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="of the grid")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the results")
+    parser.add_argument(
+        "--out", type=results_directory, default=RESULTS, help="directory of the results"
+    )
     return parser.parse_args()
 
 

@@ -17,12 +17,11 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.harness import ROOT, write_json
+from benchmarks.harness import ROOT, results_directory, write_json
 from trims_shim.batching.drivers.lanes import CpuLane, lane_of
 from trims_shim.batching.drivers.replies import BlockedCall, Entry
 from trims_shim.batching.flex.batcher import FlexBatcher
@@ -40,7 +39,9 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", help="cpu, or cuda:0")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the results")
+    parser.add_argument(
+        "--out", type=results_directory, default=RESULTS, help="directory of the results"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

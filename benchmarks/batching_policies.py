@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-from benchmarks.harness import ROOT
+from benchmarks.harness import ROOT, results_directory
 from benchmarks.rendering import pyplot, save_picture
 from trims_shim.batching.policies import POLICIES, Proteus, Window
 from trims_shim.batching.policies.goodput import Goodput
@@ -265,7 +265,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=1, help="how many")
     parser.add_argument("--jobs", type=int, default=1, help="cells at once")
     parser.add_argument("--worst", type=int, default=10, help="cells of auto to print")
-    parser.add_argument("--output", type=Path, help="docs/results; with --quick, a temporary one")
+    parser.add_argument(
+        "--output", type=results_directory, help="docs/results; with --quick, a temporary one"
+    )
     options = parser.parse_args(arguments)
     count = min(options.requests, 1000) if options.quick else options.requests
     run = partial(_run, policies=options.policies)

@@ -41,6 +41,7 @@ from benchmarks.batching_trace_cells import (
 from benchmarks.batching_trace_plot import plot
 from benchmarks.batching_trace_report import Findings
 from benchmarks.batching_trace_tables import print_tables, write_markdown
+from benchmarks.harness import results_directory
 from benchmarks.proteus_artefact import RESULTS, known_runs
 
 __all__ = ["main"]
@@ -148,7 +149,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--show", action="store_true", help="simulate nothing, print the file")
     parser.add_argument("--jobs", type=int, default=2, help="simulations at once")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--output", type=Path, help="directory; docs/results, or a temporary one")
+    parser.add_argument(
+        "--output", type=results_directory, help="directory; docs/results, or a temporary one"
+    )
     parser.add_argument("--artefact", type=Path, default=RESULTS, help="its results")
     parser.add_argument("--check", action="store_true", help="status 1 when a target is missed")
     return parser

@@ -17,14 +17,13 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_cold import measure_cold_starts
 from benchmarks.gpu_memory import measure_maps, measure_processes, measure_uploads
 from benchmarks.gpu_plan import FULL, TRIAL, Clock, Plan, Run, make_directory
 from benchmarks.gpu_processes import MODULE
-from benchmarks.harness import ROOT, describe_machine, run_once, write_json
+from benchmarks.harness import ROOT, describe_machine, results_directory, run_once, write_json
 from benchmarks.report import plot, show, verdicts
 
 __all__ = ["main"]
@@ -49,7 +48,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", help="architectures of benchmarks/gpu_models.py")
     parser.add_argument("--only", nargs="+", choices=list(_SECTIONS), default=list(_SECTIONS))
     parser.add_argument("--trial", action="store_true", help="tiny models, to try the run out")
-    parser.add_argument("--output", type=Path, help="folder of the results")
+    parser.add_argument("--output", type=results_directory, help="folder of the results")
     parser.add_argument("--name", default="gpu", help="name of the result files")
     return parser.parse_args(arguments)
 

@@ -44,6 +44,7 @@ __all__ = [
     "daemon",
     "describe_machine",
     "pair_ratios",
+    "results_directory",
     "rounded",
     "run_once",
     "write_json",
@@ -63,8 +64,24 @@ def argument_parser(name: str, description: str | None) -> argparse.ArgumentPars
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results", metavar="DIR")
+    default = ROOT / "docs" / "results"
+    parser.add_argument("--output", type=results_directory, default=default, metavar="DIR")
     return parser
+
+
+def results_directory(name: str) -> Path:
+    """The type of an option that names a directory of results.
+
+    It is made at once: a run of half an hour shall not end with results that it cannot write.
+    """
+    path = Path(name)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"{path} is not writable")
+    return path
 
 
 class WorkerFailed(Exception):

@@ -17,9 +17,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import results_directory
 from trims_shim.batching.drivers.lanes import Lane, lane_of
 from trims_shim.batching.profiles.profile_store import machine_text
 from trims_shim.batching.staged.profiles.profile_files import SavedStages, save_staged_profile
@@ -42,7 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks.staged_models import make_served
 
     _set_threads(options.threads)
-    options.out.mkdir(parents=True, exist_ok=True)
     for name in options.models:
         served = make_served(name, options.device)
         lane = lane_of(options.device)
@@ -79,7 +78,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="of batches")
     parser.add_argument("--repeats", type=int, default=5, help="of each")
     parser.add_argument("--threads", type=int, default=0, help="of torch; 0 for its own default")
-    parser.add_argument("--out", type=Path, required=True, help="directory of the profiles")
+    parser.add_argument(
+        "--out", type=results_directory, required=True, help="directory of the profiles"
+    )
     return parser.parse_args(arguments)
 
 

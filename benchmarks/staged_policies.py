@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from benchmarks.harness import ROOT
+from benchmarks.harness import ROOT, results_directory
 from benchmarks.staged_policies_report import Cell, plot, report
 from benchmarks.staged_scenes import (
     DEVICES,
@@ -288,7 +288,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--jobs", type=int, default=1, help="cells at once")
     parser.add_argument("--verbose", action="store_true", help="print each cell")
-    parser.add_argument("--out", type=Path, help="docs/results; with --quick, a temporary one")
+    parser.add_argument(
+        "--out", type=results_directory, help="docs/results; with --quick, a temporary one"
+    )
     return parser.parse_args(arguments)
 
 

@@ -7,10 +7,16 @@ import resource
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from benchmarks import staged_policies_report, staged_serving_report
+from benchmarks import (
+    batching_policies,
+    simulator_speed,
+    staged_policies_report,
+    staged_serving_report,
+)
 from benchmarks.harness import Summary, write_json
 from benchmarks.report import Curve, plot
 
@@ -60,3 +66,21 @@ def test_results_of_an_earlier_run_outlast_a_full_disk(
     with pytest.raises(OSError, match="File too large"):
         write_json(path, {"rounds": list(range(1 << 16))})
     assert json.loads(path.read_text()) == {"rounds": [1]}
+
+
+@pytest.mark.parametrize("benchmark", [batching_policies, simulator_speed], ids=["own", "common"])
+def test_a_run_whose_results_cannot_be_written_does_not_begin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], benchmark: ModuleType
+) -> None:
+    (tmp_path / "file").touch()
+    arguments = ["--output", str(tmp_path / "file" / "results"), "--requests", "10"]
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main(arguments)
+    assert "Not a directory" in capsys.readouterr().err
+
+
+def test_the_directory_of_the_results_is_made(tmp_path: Path) -> None:
+    output = tmp_path / "results" / "new"
+    arguments = ["--quick", "--requests", "10", "--policies", "auto", "--output", str(output)]
+    assert batching_policies.main(arguments) == 0
+    assert (output / "batching_policies.json").is_file()
