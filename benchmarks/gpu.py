@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import os
 import shutil
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -130,6 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if plan.is_trial:
             raise SystemExit("a trial needs --output: its files are no results")
         options.output = ROOT / "docs" / "results"
+    # As for Ctrl-C: processes, sockets and checkpoints end with their blocks.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     clock = Clock(options.budget_s - _RESERVE_S)
     machine, device_id, left_out = _describe(plan)
     needed_bytes = (1 << 30) if plan.is_trial else _DISK_BYTES

@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,29 @@ def test_a_run_that_is_cut_off_has_a_report(tmp_path: Path) -> None:
     found = json.loads(report.read_text())
     assert [step["status"] for step in found["steps"]] == [0, 143]
     assert found["tests"][0]["outcome"] == "skipped"
+
+
+def test_benchmarks_that_are_ended_leave_no_checkpoints(tmp_path: Path) -> None:
+    output, checkpoints, temporary = (tmp_path / name for name in ("output", "shm", "tmp"))
+    for directory in (checkpoints, temporary):
+        directory.mkdir()
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TRIMS_")}
+    environment |= {"TRIMS_BENCH_DIR": str(checkpoints), "TMPDIR": str(temporary)}
+    arguments = ["--trial", "--only", "cold", "--output", str(output)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.gpu", *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as running:
+        end = time.monotonic() + 60
+        while not list(checkpoints.glob("*/*")) and time.monotonic() < end:
+            time.sleep(0.05)
+        is_under_way = running.poll() is None
+        running.terminate()
+    assert is_under_way
+    assert [*checkpoints.iterdir(), *temporary.iterdir()] == []
 
 
 WITHOUT_PYBIND11 = """
