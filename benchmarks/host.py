@@ -85,6 +85,13 @@ def _write(plan: Plan, machine: dict[str, Any], findings: Findings, directory: P
         plot(findings.curves, directory / "host.png", subtitle=subtitle)
 
 
+def _measure(name: str, plan: Plan, findings: Findings) -> None:
+    try:
+        _SECTIONS[name](plan, findings)
+    except Exception as error:  # the other sections are useful without this one
+        findings.faults.append(f"{name}: {type(error).__name__}: {error}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the chosen sections; return 1 if a comparison was not valid (or missed, with --check)."""
     from rich.console import Console
@@ -96,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for name in options.only:
             with Console().status(f"measuring {name}"):
-                _SECTIONS[name](plan, findings)
+                _measure(name, plan, findings)
     except KeyboardInterrupt:
         findings.faults.append("interrupted: what follows was not measured")
     _write(plan, machine, findings, options.output)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,12 +14,14 @@ import pytest
 
 from benchmarks import (
     batching_policies,
+    host,
     simulator_speed,
     staged_policies_report,
     staged_serving_report,
 )
-from benchmarks.harness import Summary, write_json
-from benchmarks.report import Curve, plot
+from benchmarks.harness import Summary, WorkerFailed, write_json
+from benchmarks.plan import Findings, Plan
+from benchmarks.report import Curve, Row, plot
 
 CURVE = Curve("load", "torch.load", ((1e6, Summary.of([0.1])), (1e7, Summary.of([0.2, 0.4]))))
 
@@ -84,3 +87,22 @@ def test_the_directory_of_the_results_is_made(tmp_path: Path) -> None:
     arguments = ["--quick", "--requests", "10", "--policies", "auto", "--output", str(output)]
     assert batching_policies.main(arguments) == 0
     assert (output / "batching_policies.json").is_file()
+
+
+def test_a_section_that_fails_takes_no_other_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(_: Plan, findings: Findings) -> None:
+        findings.rows.append(Row("load", "tiny"))
+
+    def failing(_: Plan, __: Findings) -> None:
+        raise WorkerFailed("load: no result within 180 s")
+
+    monkeypatch.setattr(
+        host, "_SECTIONS", {"opens": measured, "loads": failing, "import": measured}
+    )
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert host.main(["--output", str(tmp_path)]) == 1
+    found = json.loads((tmp_path / "host.json").read_text())
+    assert found["faults"] == ["loads: WorkerFailed: load: no result within 180 s"]
+    assert len(found["rows"]) == 2
