@@ -9,6 +9,7 @@ machine that finds the same plans; times of the solver are this machine's.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from random import Random
 
-from benchmarks.batching_data import DEVICE_COUNTS, find_dataset
+from benchmarks.batching_data import DEVICE_COUNTS, DataMissing, find_dataset
 from benchmarks.batching_placement import planned_options
 from benchmarks.harness import argument_parser, describe_machine, write_json
 from benchmarks.planning_herd import HerdCell, herd_cells, run_herd
@@ -59,11 +60,16 @@ class Cell:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Simulate all cells."""
+    """Simulate all cells; return 1 without traces."""
     parser = argument_parser("planning", __doc__)
     parser.add_argument("--traces", nargs="+", default=list(_TRACES))
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args(arguments)
+    try:
+        find_dataset()
+    except DataMissing as error:
+        print(error, file=sys.stderr)
+        return 1
     solved = [_solve(qps, times) for times in (1, 4) for qps in _DEMANDS_QPS]
     cells = list(_cells(options.traces))
     with ProcessPoolExecutor(options.jobs) as pool:

@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.batching_data import Dataset, find_dataset
+from benchmarks.batching_data import DataMissing, Dataset, find_dataset
 from benchmarks.batching_placement import Placement, find_placement
 from benchmarks.harness import ROOT, write_json
 
@@ -126,9 +126,13 @@ def known_runs(path: Path = RESULTS) -> list[ArtefactRun]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the missing runs."""
+    """Make the missing runs; return 1 without traces."""
     options = _parser().parse_args(arguments)
-    dataset = find_dataset()
+    try:
+        dataset = find_dataset()
+    except DataMissing as error:
+        print(error, file=sys.stderr)
+        return 1
     runs = known_runs(options.output)
     done = {(each.trace, each.batching) for each in runs}
     wanted = [

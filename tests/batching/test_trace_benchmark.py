@@ -6,12 +6,13 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
-from benchmarks import batching_placement, batching_traces  # noqa: E402
+from benchmarks import batching_placement, batching_traces, planning, proteus_artefact  # noqa: E402
 from benchmarks.batching_data import DataMissing, find_dataset  # noqa: E402
 from benchmarks.batching_placement import (  # noqa: E402
     Group,
@@ -232,11 +233,23 @@ def test_it_simulates_only_what_is_missing(
     assert "14 of 28 cells to simulate" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("benchmark", "arguments"),
+    [
+        (batching_traces, ["--quick"]),
+        (planning, []),
+        (proteus_artefact, ["--checkout", "Proteus"]),
+    ],
+    ids=["traces", "planning", "artefact"],
+)
 def test_without_data_it_says_what_to_do(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    benchmark: ModuleType,
+    arguments: list[str],
 ) -> None:
     monkeypatch.delenv("TRIMS_BATCHING_DATA", raising=False)
-    assert batching_traces.main(["--quick"]) == 1
+    assert benchmark.main(arguments) == 1
     assert "set TRIMS_BATCHING_DATA" in capsys.readouterr().err
 
 
