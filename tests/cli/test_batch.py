@@ -53,6 +53,12 @@ def add(left, right):
 def short(items):
     return items[1:]
 
+def leave(items):
+    raise SystemExit(0)
+
+def leave_alone():
+    raise SystemExit(0)
+
 def make():
     return torch.zeros(2)
 
@@ -248,6 +254,7 @@ def test_profile_of_what_is_not_there(
         ("import nosuch_library", "ModuleNotFoundError: No module named 'nosuch_library'"),
         ("open('nosuch.pt')", "FileNotFoundError: [Errno 2] No such file or directory: 'nosuch"),
         ("def (", "SyntaxError: invalid syntax"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
     ],
 )
 def test_profile_of_a_module_that_cannot_be_imported(
@@ -287,6 +294,18 @@ def test_profile_of_a_function_that_fails(
     assert main([*words[:3], "--item", "item_app:one"]) == Exit.FAILED
     error = capsys.readouterr().err
     assert error.startswith("trims: item_app:one makes nothing: KeyError: 'no room'; ")
+
+
+def test_profile_of_code_that_ends_the_program(
+    app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["batch", "profile", "batch_app:leave", "--item"]
+    assert main([*words, "batch_app:one"]) == Exit.FAILED
+    assert "leave does not run with a batch of 1 of --item batch_app:one: SystemExit: 0" in (
+        capsys.readouterr().err
+    )
+    assert main([*words, "batch_app:leave_alone"]) == Exit.FAILED
+    assert "leave_alone makes nothing: SystemExit: 0" in capsys.readouterr().err
 
 
 def test_a_target_is_an_object_in_a_module(

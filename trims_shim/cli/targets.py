@@ -28,6 +28,9 @@ __all__ = [
     "sizes_of",
 ]
 
+_FAULTS = (Exception, SystemExit)
+"""What the user's code raises: a script may end the program where it is only to be imported."""
+
 
 def import_from_here() -> None:
     """Make the current directory importable, as ``python -m`` does."""
@@ -72,7 +75,7 @@ def named(name: str) -> Any:
         raise ConfigError(f"{name!r} names nothing; write MODULE:NAME, such as app:classify")
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as error:  # Whatever the user's module raises.
+    except _FAULTS as error:
         names = (module_name, module_name.partition(".")[0])
         if isinstance(error, ModuleNotFoundError) and error.name in names:
             raise TrimsError(
@@ -103,11 +106,11 @@ def made(found: Any, name: str, *how: Any) -> Any:
         return found(*how)
     except TrimsError:
         raise
-    except Exception as error:  # Whatever the user's function raises.
+    except _FAULTS as error:
         raise _fault(f"{name} makes nothing", error) from error
 
 
-def _fault(what: str, error: Exception) -> TrimsError:
+def _fault(what: str, error: BaseException) -> TrimsError:
     """An error of the user's code, to be raised from that."""
     said = printable(f"{type(error).__name__}: {first_line(error)}")
     return TrimsError(f"{what}: {said}; TRIMS_LOG=debug shows where")
@@ -169,7 +172,7 @@ def running(name: str, arguments: argparse.Namespace, size: int) -> Iterator[Non
         yield
     except TrimsError:
         raise
-    except Exception as error:  # Whatever the user's function raises.
+    except _FAULTS as error:
         if arguments.item:
             given = [f"--item {each}" for each in arguments.item]
         else:
