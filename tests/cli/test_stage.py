@@ -294,6 +294,10 @@ def test_words_that_do_not_fit(
             ["stage_app:adding", "--shape", "N", "--shape", "4", "--lengths", "3"],
             "does not run with a batch of 1 of --shape N --shape 4 --dtype float32: AssertionError",
         ),
+        (
+            ["stage_app:by_name", "--shape", "3"],
+            "trims: slice_model: ByName does not run with the example: ",
+        ),
     ],
 )
 def test_what_cannot_be_measured(

@@ -93,8 +93,8 @@ class StageTarget:
             return TracedOnnx(model, example=example, is_shared=False).even, "slice_onnx"
         try:
             return self._graph_slicer(model), "slice_model"
-        except StagingError:
-            return self._block_slicer(model), "slice_blocks"
+        except StagingError as error:
+            return self._block_slicer(model, untraced=error), "slice_blocks"
 
     def _graph_slicer(self, model: Any) -> Callable[[int], StagedModel]:
         """Trace and time the model once, for all the numbers of stages that are tried."""
@@ -112,7 +112,7 @@ class StageTarget:
         slice_into(1)
         return slice_into
 
-    def _block_slicer(self, model: Any) -> Callable[[int], StagedModel]:
+    def _block_slicer(self, model: Any, *, untraced: StagingError) -> Callable[[int], StagedModel]:
         from trims_shim.batching.staged.slicing.block_slicing import slice_blocks
 
         example = self._example(self.lengths[-1])
@@ -120,8 +120,9 @@ class StageTarget:
         def slice_into(count: int) -> StagedModel:
             try:
                 return slice_blocks(model, example, count)
-            except ValueError as error:
-                raise StagingError(f"{type(model).__name__}: {error}") from error
+            except (StagingError, ValueError) as error:
+                # Either may be what the user can do something about.
+                raise StagingError(f"slice_model: {untraced}\nslice_blocks: {error}") from error
 
         return slice_into
 
