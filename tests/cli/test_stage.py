@@ -76,6 +76,9 @@ def make_staged():
 def make_items(length=3):
     return [0] * length
 
+def make_tensors(length):
+    return [torch.zeros(8)] * length
+
 @batched(max_batch_size=3)
 def plain(items):
     return items
@@ -297,6 +300,14 @@ def test_words_that_do_not_fit(
         (
             ["stage_app:by_name", "--shape", "3"],
             "trims: slice_model: ByName does not run with the example: ",
+        ),
+        (
+            ["stage_app:module", "--item", "stage_app:one", "--collate", "concatenate"],
+            "stage_app:module does not run with a batch of 2 of --item stage_app:one: TypeError",
+        ),
+        (
+            ["stage_app:module", "--item", "stage_app:make_tensors", "--lengths", "1,3"],
+            "items of 1 and of 3 are not of equally many tensors",
         ),
     ],
 )

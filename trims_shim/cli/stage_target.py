@@ -12,7 +12,7 @@ from trims_shim.batching import Batcher
 from trims_shim.batching.collating.collate import Collate, collate_of, columns
 from trims_shim.batching.collating.collates import Columns
 from trims_shim.batching.staged.model import StagedModel
-from trims_shim.cli.targets import items_of, made, named
+from trims_shim.cli.targets import items_of, made, named, running
 from trims_shim.errors import ConfigError, StagingError, TrimsError
 
 __all__ = ["StageTarget"]
@@ -60,7 +60,8 @@ class StageTarget:
         target = cls(model, _refuse, arguments.max_batch_size or largest, items, collate)
         if model is not None:
             return target
-        slice_into, cut_by = target.slicer(found)
+        with running(arguments.model, arguments, _EXAMPLE_SIZE):
+            slice_into, cut_by = target.slicer(found)
         return replace(target, slice_into=slice_into, cut_by=cut_by)
 
     @property
@@ -136,6 +137,11 @@ class StageTarget:
         from trims_shim.batching.staged.slicing.examples import Example
 
         short, long = (Example(self._example(self.lengths[end])).leaves() for end in (0, -1))
+        if len(short) != len(long):
+            raise StagingError(
+                f"items of {self.lengths[0]} and of {self.lengths[-1]} are not of equally many "
+                "tensors: make some that differ in their shapes only"
+            )
         return {
             axis
             for one, other in zip(short, long, strict=True)
