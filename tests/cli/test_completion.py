@@ -50,7 +50,10 @@ def offered(script: str, *words: str) -> list[str]:
         (["stage", "profile", "--la"], ["--lanes"]),
         (["autostart", "i"], ["install"]),
         (["autostart", ""], ["install", "remove", "status"]),
-        (["warm", ""], []),  # files
+        (["batch", "plot", ""], ["profile", "latency", "load"]),
+        (["batch", "plot", "load", "-o", "lo"], []),  # files
+        (["batch", "plot", "load", "--lo"], ["--load", "--loads"]),
+        (["warm", ""], []),
         (["run", "--"], []),
         (["nosuch", ""], []),
     ],

@@ -44,12 +44,21 @@ def completion(arguments: argparse.Namespace) -> Exit:
 def _words(parser: argparse.ArgumentParser, path: str) -> dict[str, str]:
     """What may follow each sequence of commands: ``{"": "status top ...", "batch": ...}``."""
     found: dict[str, str] = {}
-    words: list[str] = []
+    options = [
+        each
+        for action in parser._actions
+        for each in action.option_strings
+        if each.startswith("--")
+    ]
+    words = list(options)
     for action in parser._actions:
-        words += [each for each in action.option_strings if each.startswith("--")]
-        if isinstance(action, argparse._SubParsersAction):
-            for name, command in action.choices.items():
-                found |= _words(command, f"{path} {name}".lstrip())
-        if not action.option_strings:
-            words += map(str, action.choices or ())
+        if action.option_strings or not action.choices:
+            continue
+        words += map(str, action.choices)
+        for name in action.choices:
+            deeper = f"{path} {name}".lstrip()
+            if isinstance(action, argparse._SubParsersAction):
+                found |= _words(action.choices[name], deeper)
+            else:  # Chosen once; next may be a file, the name of which begins alike.
+                found[deeper] = " ".join(options)
     return found | {path: " ".join(words)}
