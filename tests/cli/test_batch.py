@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -150,6 +151,24 @@ def test_profile_of_a_size_that_a_file_may_not_have(
     assert "batches of up to 65536, not of 65537" in capsys.readouterr().err
     assert not app().batches
     assert not Path("made.json").exists()
+
+
+@pytest.mark.parametrize("closed", ["<&- >&-", "<&- 2>&-", "<&- >&- 2>&-"])
+def test_profile_where_streams_are_closed(closed: str, trims: Trims, tmp_path: Path) -> None:
+    (tmp_path / "printing_app.py").write_text(
+        "def double(items):\n    print('!')\n    return items"
+    )
+    words = "batch profile printing_app:double --shape 1 --sizes 1 -o made.json"
+    done = subprocess.run(
+        ["sh", "-c", f'"{sys.executable}" -m trims_shim {words} {closed}'],
+        env=trims.environment,
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == Exit.OK, done.stderr
+    assert load_profile(tmp_path / "made.json").max_batch_size == 1
 
 
 @pytest.mark.parametrize("name", ["lazily", "later", "stream", "stream_later"])

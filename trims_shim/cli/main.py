@@ -130,10 +130,13 @@ def _is_of_stdout(error: BaseException) -> bool:
 
 
 def _replace_closed_streams() -> None:
-    """Replace streams that are closed (``>&-``): they are None, which not all code expects."""
-    for name in ("stdout", "stderr"):
+    """Replace streams that are closed (``>&-``): they are None, which not all code expects.
+
+    From the first on, so that each gets the lowest free descriptor, its own.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def _print_every_name() -> None:
