@@ -140,6 +140,13 @@ def test_what_is_no_address(address: str, capsys: pytest.CaptureFixture[str]) ->
     assert "is not a port from 0 to 65535, or HOST:PORT" in capsys.readouterr().err
 
 
+def test_what_is_no_host(capsys: pytest.CaptureFixture[str]) -> None:
+    for host in ("a..b", 64 * "a"):
+        with pytest.raises(SystemExit):
+            main(["metrics", f"--listen={host}:0"])
+        assert f"{host!r} cannot be the name of a host" in capsys.readouterr().err
+
+
 def test_devices_are_tiers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

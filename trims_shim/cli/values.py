@@ -67,6 +67,10 @@ def address(text: str) -> tuple[str, int]:
     """``9464``, ``0.0.0.0:9464`` or ``[::]:9464``: a host, by default this machine, and a port."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or _LOOPBACK
+    try:
+        host.encode("idna")  # as sockets do
+    except UnicodeError:
+        raise argparse.ArgumentTypeError(f"{host!r} cannot be the name of a host") from None
     what = "a port from 0 to 65535, or HOST:PORT"
     return host, _read(port, int, lambda number: 0 <= number <= 65535, what)
 
