@@ -315,6 +315,17 @@ def test_profile_of_a_function_that_fails(
     assert error.startswith("trims: item_app:one makes nothing: KeyError: 'no room'; ")
 
 
+def test_profile_of_a_name_that_fails_when_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lazy_app.py").write_text("def __getattr__(name): import nosuch_library")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["batch", "profile", "lazy_app:double", "--shape", "3"]) == Exit.FAILED
+    said = "trims: lazy_app:double cannot be had: ModuleNotFoundError: No module named 'nosuch_"
+    assert capsys.readouterr().err.startswith(said)
+
+
 def test_profile_of_code_that_ends_the_program(
     app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,6 +88,8 @@ def named(name: str) -> Any:
             found = getattr(found, part)
         except AttributeError:
             raise TrimsError(f"{module_name} has no {path}") from None
+        except _FAULTS as error:  # of a property, or of a module that imports only now
+            raise _fault(f"{name} cannot be had", error) from error
     return found
 
 
