@@ -69,3 +69,10 @@ def test_what_is_written_is_read(found: list[tuple[int, int | None]]) -> None:
         (number, arrival_ns, NEVER_NS if slo_ns is None else arrival_ns + slo_ns)
         for number, (arrival_ns, slo_ns) in enumerate(found)
     ]
+
+
+def test_of_a_line_that_is_long_the_beginning_is_shown() -> None:
+    for lines in (["x" * 100_000], ["2", "1," + "0" * 100_000]):
+        with pytest.raises(ValueError, match="line") as caught:
+            list(read_trace(lines))
+        assert len(str(caught.value)) < 300

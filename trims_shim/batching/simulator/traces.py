@@ -20,6 +20,8 @@ __all__ = ["read_trace"]
 _NS_PER_MS = 1_000_000
 _LATEST_MS = 4e12
 """More than a century, or a time since 1970 that ends in 2096; in nanoseconds below NEVER_NS."""
+_SHOWN = 80
+"""Characters of a line that is wrong: other kinds of files have a single one."""
 
 
 def read_trace(
@@ -41,7 +43,9 @@ def read_trace(
         arrival_ns, objective_ms = _parsed(line, count)
         arrival_ns = round(arrival_ns / speed)
         if arrival_ns < last_ns:
-            raise ValueError(f"line {count} of the trace is earlier than the one before: {line!r}")
+            raise ValueError(
+                f"line {count} of the trace is earlier than the one before: {line[:_SHOWN]!r}"
+            )
         chosen_ms = objective_ms if slo_ms is None else slo_ms
         deadline_ns = NEVER_NS if chosen_ms is None else arrival_ns + round(chosen_ms * _NS_PER_MS)
         yield Request(number, arrival_ns, deadline_ns, 0, key)
@@ -59,6 +63,6 @@ def _parsed(line: str, count: int) -> tuple[float, float | None]:
     except ValueError:
         raise ValueError(
             f"line {count} of the trace is not 'arrival_ms', 'arrival_ms,level' or "
-            f"'arrival_ms,level,slo_ms', up to {_LATEST_MS:g} ms: {line.strip()!r}"
+            f"'arrival_ms,level,slo_ms', up to {_LATEST_MS:g} ms: {line.strip()[:_SHOWN]!r}"
         ) from None
     return values[0] * _NS_PER_MS, values[2] if len(values) == 3 else None
