@@ -418,6 +418,18 @@ def test_a_plot_is_a_picture(
     assert capsys.readouterr().out == f"drawn: {path}\n"
 
 
+def test_names_in_a_picture_are_no_formulas(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path, picture = str(tmp_path / "profile.json"), tmp_path / "made.svg"
+    name = "a$\\nosuch{$b"
+    latencies = {None: ({1: 1e6}, {1: 1e6})}
+    save_staged_profile(path, SavedStages(latencies, 1, stages=(name, "head"), name=name))
+    assert main(["stage", "plot", path, "-o", str(picture)]) == Exit.OK
+    drawn = picture.read_text()
+    assert f"<!-- {name}: 2 stages -->" in drawn
+    assert f"<!-- 0 {name} -->" in drawn
+
+
 def test_data_of_a_plot(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
     latency, share, whole = run_json("plot", saved, capsys=capsys)["panels"]
     assert [line["name"] for line in latency["lines"]] == ["0 embed", "1 head"]

@@ -76,11 +76,11 @@ def _draw(drawing: Drawing, path: str) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4 * len(drawing.panels), 4.8), layout="constrained")
-    figure.suptitle(drawing.title, fontsize="small")
+    figure.suptitle(_plain(drawing.title), fontsize="small")
     all_axes = figure.subplots(1, len(drawing.panels), squeeze=False)[0]
     for axes, panel in zip(all_axes, drawing.panels, strict=True):
         for line in panel.lines:
-            axes.plot(line.x, line.y, label=line.name)
+            axes.plot(line.x, line.y, label=_plain(line.name))
         axes.set_xlabel(panel.x_label)
         axes.set_ylabel(panel.y_label)
         axes.set_ylim(bottom=0, top=1 if panel.is_share else None)
@@ -96,3 +96,8 @@ def _draw(drawing: Drawing, path: str) -> None:
             raise
         os.unlink(path)
         raise OSError(error.errno, error.strerror, path) from error
+
+
+def _plain(text: str) -> str:
+    """Of names of files and objects, what is between dollars is no formula."""
+    return text.replace("$", r"\$")
