@@ -62,6 +62,7 @@ def test_the_tables_fill_a_terminal_and_no_more(
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Exit]:
     """Run it on a terminal, with what the daemon answers."""
+    monkeypatch.setenv("TERM", "xterm")
 
     def run(*answers: GetStatusReply | BaseException, options: Sequence[str] = ()) -> Exit:
         left: Iterator[GetStatusReply | BaseException] = iter(answers)
@@ -91,6 +92,14 @@ def test_it_draws_until_ctrl_c(
 
 def test_it_draws_once_if_told_to(live: Callable[..., Exit]) -> None:
     assert live(status(0), options=["--once"]) == Exit.OK
+
+
+def test_it_draws_once_on_a_terminal_that_shows_nothing_live(
+    live: Callable[..., Exit], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    assert live(status(0, pid=7), KeyboardInterrupt()) == Exit.OK
+    assert "pid 7" in capsys.readouterr().out
 
 
 def test_it_prints_data_if_told_to(

@@ -46,7 +46,7 @@ _RATES = (
 
 
 def top(arguments: argparse.Namespace) -> Exit:
-    """Draw until Ctrl-C; once with ``--once`` or when stdout is not a terminal."""
+    """Draw until Ctrl-C; once with ``--once``, or if stdout is no terminal, or a dumb one."""
     if arguments.json:
         print_json(describe(ask()))
         return Exit.OK
@@ -56,10 +56,11 @@ def top(arguments: argparse.Namespace) -> Exit:
             "run `pip install 'trims-shim[cli]'`, or use `trims status`"
         )
         return Exit.FAILED
-    if arguments.once or not sys.stdout.isatty():
-        from rich.console import Console
+    from rich.console import Console
 
-        console = Console()
+    console = Console()
+    # On a dumb terminal, rich shows nothing of what is live.
+    if arguments.once or not sys.stdout.isatty() or console.is_dumb_terminal:
         console.print(_draw(ask(), None, console.width))
         return Exit.OK
     return _live(arguments.interval)
