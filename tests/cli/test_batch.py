@@ -353,6 +353,18 @@ def test_profile_on_a_device_that_is_not_there(
     assert "trims: --device nosuch: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [("99999999999,9999999999", "float32"), (f"{1 << 70}", "int64"), ("3", "quint8")],
+)
+def test_profile_with_tensors_that_cannot_be_made(
+    shape: str, dtype: str, app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["profile", "batch_app:double", "--shape", shape, "--dtype", dtype]
+    assert main(["batch", *words]) == Exit.FAILED
+    assert f"trims: --shape {shape} --dtype {dtype}: " in capsys.readouterr().err
+
+
 def test_profile_of_a_function_that_loses_results(
     app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

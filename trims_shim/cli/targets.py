@@ -136,7 +136,7 @@ def items_of(arguments: argparse.Namespace, *, length: int | None = None) -> lis
 def random_tensor(shape: Sequence[Any], dtype_name: str, device: str) -> Any:
     """A torch tensor, the same each time.
 
-    Raises ConfigError for an unknown data type, TrimsError without torch or the device.
+    Raises ConfigError for an unknown data type, TrimsError without torch, the device, or room.
     """
     try:
         import torch
@@ -149,13 +149,18 @@ def random_tensor(shape: Sequence[Any], dtype_name: str, device: str) -> Any:
     if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"--dtype {dtype_name} is not a data type of torch")
     generator = torch.Generator().manual_seed(0)
-    if dtype.is_floating_point or dtype.is_complex:
-        values = torch.randn(*shape, generator=generator)
-    else:
-        # Two values that are valid as tokens, labels and flags alike.
-        values = torch.randint(0, 2, shape, generator=generator)
+    try:
+        if dtype.is_floating_point or dtype.is_complex:
+            values = torch.randn(*shape, generator=generator)
+        else:
+            # Two values that are valid as tokens, labels and flags alike.
+            values = torch.randint(0, 2, shape, generator=generator)
+        values = values.to(dtype)
+    except (TypeError, RuntimeError) as error:  # too large, or no tensors are made of that type
+        what = f"--shape {','.join(map(str, shape))} --dtype {dtype_name}"
+        raise TrimsError(f"{what}: {first_line(error)}") from None
     with on_device(device):
-        return values.to(device, dtype)
+        return values.to(device)
 
 
 @contextlib.contextmanager
