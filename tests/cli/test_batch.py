@@ -132,6 +132,29 @@ def test_profile_is_measured_saved_and_used_again(
     assert found["auto"]["requests"] == 50
 
 
+def test_profile_as_a_table(
+    app: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    took_ns = {1: 22_000_000, 4: 28_000_000}
+    monkeypatch.setattr("trims_shim.cli.batch_profile.measure", lambda *_, **__: took_ns)
+    assert main(["batch", "profile", "batch_app:double", "--item", "batch_app:one"]) == Exit.OK
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["BATCH", "MS", "MS/ITEM", "ITEMS/S"],
+        ["1", "22.000", "22.000", "45"],
+        ["4", "28.000", "7.000", "143"],
+        [],
+        ["about", "20", "+", "2", "b", "ms"],
+    ]
+
+
+def test_profile_runs_each_size_as_often_as_asked_for_and_once_before(
+    app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["profile", "batch_app:double", "--item", "batch_app:one", "--sizes", "2"]
+    run_json(*words, "--repeats", "3", capsys=capsys)
+    assert app().batches == [2, 2, 2, 2]
+
+
 def test_profile_with_a_size_that_takes_longer_than_a_larger_one(
     app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -422,6 +445,32 @@ def test_simulation_is_the_same_by_seed_and_differs_without(
     first = run_json(*words, "--seed", "3", capsys=capsys)
     assert run_json(*words, "--seed", "3", capsys=capsys) == first
     assert run_json(*words, "--seed", "4", capsys=capsys) != first
+
+
+@pytest.mark.parametrize("random", [[], ["--arrivals", "uniform", "--jitter-ms", "1"]])
+def test_a_seed_is_that_of_arrivals_and_of_times(
+    random: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["simulate", *SMALL, "--policy", "immediate", *random, "--seed"]
+    first, second = (run_json(*words, seed, capsys=capsys) for seed in ("1", "2"))
+    assert first != second
+
+
+def test_a_coefficient_of_variation_is_that_of_the_arrivals(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["simulate", *SMALL, "--policy", "immediate", "--arrivals", "gamma", "--cv"]
+    regular, irregular = (
+        run_json(*words, cv, capsys=capsys)["immediate"]["p99_ms"] for cv in ("0.1", "4")
+    )
+    assert irregular > 1.5 * regular
+
+
+def test_load_and_busy_share_are_those_of_all_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", *SMALL, "--policy", "immediate", "--arrivals", "uniform", "--devices"]
+    one, two = (run_json(*words, devices, capsys=capsys)["immediate"] for devices in ("1", "2"))
+    assert two["duration_s"] == pytest.approx(one["duration_s"] / 2, rel=0.05)
+    assert 0.5 < two["busy_share"] <= 1
 
 
 def test_jitter_makes_answers_late(capsys: pytest.CaptureFixture[str]) -> None:
