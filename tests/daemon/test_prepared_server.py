@@ -118,6 +118,9 @@ def test_a_preparation_that_does_not_end_is_given_up(
     assert setting.reason() == "preparing"
     setting.settle()
     assert setting.row().reason == "preparer_stalled"
+    setting.preparer.gate.set()
+    prepared = os.path.join(setting.world.root, "cache", "prepared")
+    wait_until(lambda: not os.listdir(prepared), "what it wrote is removed")
 
 
 def test_nothing_in_the_log_steers_a_terminal(
