@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import glob
 import importlib.util
 import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from trims_shim import api, config
@@ -87,11 +88,14 @@ def warm(arguments: argparse.Namespace) -> Exit:
         return Exit.FAILED
     tier = HOST_TIER if arguments.device is None else device_named(arguments.device, _devices())
     done = []
+    pinned = functools.cache(_pinned_by_path)
     sizes = [_size_of(path) for path in paths]
     with Progress(sizes, is_quiet=arguments.json) as progress:
         for path, size_bytes in zip(paths, sizes, strict=True):
             progress.begin(path)
-            warmed = _warm(path, size_bytes, tier, is_pinned=arguments.pin, progress=progress)
+            warmed = _warm(
+                path, size_bytes, tier, is_pinned=arguments.pin, pinned=pinned, progress=progress
+            )
             done.append(warmed)
             progress.end(warmed.outcome, error=warmed.said(), note=warmed.note)
     if arguments.json:
@@ -143,7 +147,16 @@ def _locations(path: str) -> tuple[str, ...]:
         return read_model(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)).locations
 
 
-def _warm(path: str, size_bytes: int, tier: str, *, is_pinned: bool, progress: Progress) -> _Warmed:
+def _warm(
+    path: str,
+    size_bytes: int,
+    tier: str,
+    *,
+    is_pinned: bool,
+    pinned: Callable[[], Mapping[str, set[str]]],
+    progress: Progress,
+) -> _Warmed:
+    """Load a file. ``pinned``: see :func:`_pinned_by_path`."""
     start = time.monotonic()
     before = _hits()
     try:
@@ -154,7 +167,7 @@ def _warm(path: str, size_bytes: int, tier: str, *, is_pinned: bool, progress: P
             earlier = ""
             if is_pinned:
                 cache().request(admin.PinImageRequest(handle.digest, is_pinned=True))
-                earlier = _pinned_before(handle)
+                earlier = _still_pinned(pinned().get(handle.name, set()) - {handle.digest})
             seconds = time.monotonic() - start
             outcome = "in the cache already" if _hits() > before else "loaded"
             return _Warmed(
@@ -174,15 +187,19 @@ def _warm(path: str, size_bytes: int, tier: str, *, is_pinned: bool, progress: P
         return _Warmed(path, tier=tier, error=error.strerror or str(error))
 
 
-def _pinned_before(handle: Handle | DeviceHandle) -> str:
-    """What is said of images that were pinned when the path had other contents; else empty."""
-    digests = {
-        each.digest[:12]
-        for each in every_image(cache())
-        if each.is_pinned and each.digest != handle.digest and handle.name in each.names
-    }
+def _pinned_by_path() -> dict[str, set[str]]:
+    """The digests of pinned images, by the paths that they were loaded from."""
+    found: dict[str, set[str]] = {}
+    for image in every_image(cache()):
+        for name in image.names if image.is_pinned else ():
+            found.setdefault(name, set()).add(image.digest)
+    return found
+
+
+def _still_pinned(digests: Iterable[str]) -> str:
+    """What is said of images that were pinned when a path had other contents; else empty."""
     return " and ".join(
-        f"`trims unpin {each}` frees an earlier version" for each in sorted(digests)
+        f"`trims unpin {each[:12]}` frees an earlier version" for each in sorted(digests)
     )
 
 
