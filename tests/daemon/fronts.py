@@ -79,7 +79,10 @@ class Later(Executor):
 
 
 class HostFront(FakeFront):
-    """Has a host tier of 1 MiB, too, whose loads run when they are waited for."""
+    """Has a host tier of 1 MiB, too, whose loads run when they are waited for.
+
+    The tiers of devices are never made: that starts processes.
+    """
 
     def __init__(self, session: Session, **settings: Any) -> None:
         super().__init__(session, **settings)
@@ -98,7 +101,9 @@ class HostFront(FakeFront):
         )
         self.host = HostTier(store, loader)
         settings_of_devices = DeviceSettings.of(config.load({}))
-        self.tiers = Tiers(self.host, settings_of_devices, numbers=numbers, wake=nothing)
+        self.tiers = Tiers(
+            self.host, settings_of_devices, numbers=numbers, wake=nothing, pool=Later()
+        )
         self.openings = Openings(self, self.tiers)
 
     def client(self, user: int) -> Session:
