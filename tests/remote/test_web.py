@@ -110,6 +110,21 @@ def test_a_date_tells_of_a_change_where_no_tag_does(web: WebServer) -> None:
         list(files.read(file, 0, 100))
 
 
+@pytest.mark.parametrize("has_ranges", [True, False])
+def test_the_date_tells_where_only_the_look_had_a_tag(web: WebServer, has_ranges: bool) -> None:
+    date = "Mon, 01 Jun 2026 00:00:00 GMT"
+    how = {"tag": '"1"', "date": date, "has_ranges": has_ranges}
+    url = web.put("vit.pt", CONTENT, body_tag="", **how)
+    files = WebFiles(url)
+    (file,) = files.list().files
+    assert b"".join(files.read(file, 0, len(CONTENT))) == CONTENT
+    others = ({"body_tag": '"2"'}, {"body_tag": "", "date": ""}, {"body_tag": "", "date": "1970"})
+    for other in others:
+        web.put("vit.pt", CONTENT, **{**how, **other})
+        with pytest.raises(RemoteUnreachable, match="other bytes than were asked for"):
+            list(files.read(file, 0, len(CONTENT)))
+
+
 def test_other_bytes_than_were_asked_for_are_not_taken(web: WebServer) -> None:
     url = web.put("vit.pt", CONTENT, shift=1)
     with pytest.raises(RemoteUnreachable, match="other bytes than were asked for"):

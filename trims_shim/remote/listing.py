@@ -53,7 +53,8 @@ class RemoteFile:
     ``name``: its path on this machine, relative, beginning with :func:`name_of` its URL.
     ``place``: what the remote knows it by. ``token``: differs when the content does; empty if the
     remote has none. ``size_bytes``: None if it is not known. ``is_seekable``: parts can be read, as
-    the size is known, and told from those of another version.
+    the size is known, and told from those of another version. ``date``: of the last change, if a
+    web server says it.
     """
 
     name: str
@@ -61,6 +62,7 @@ class RemoteFile:
     size_bytes: int | None
     token: str
     is_seekable: bool
+    date: str = ""
 
 
 @dataclass(frozen=True, slots=True)

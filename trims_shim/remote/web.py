@@ -132,11 +132,12 @@ class WebFiles:
             elif not size and headers.get("Transfer-Encoding", "").lower() != "chunked":
                 raise RemoteError(f"{shown(url)}: the server does not say where the file ends")
             is_known = size.isdecimal()
-            token = headers.get("ETag", "") or headers.get("Last-Modified", "")
+            date = headers.get("Last-Modified", "")
+            token = headers.get("ETag", "") or date
             size_bytes = int(size) if is_known else None
             # Without a token, parts of two versions would be put together.
             is_seekable = has_ranges and is_known and token != ""
-            return RemoteFile(name, url, size_bytes, token, is_seekable)
+            return RemoteFile(name, url, size_bytes, token, is_seekable, date)
 
     def _below(self) -> Iterator[tuple[str, str]]:
         """The URLs that its pages link to below them, and what follows the folder's name there."""
@@ -215,12 +216,19 @@ def _is_asked_for(response: _Response, file: RemoteFile, start: int | None) -> b
     """Whether it has the bytes from ``start`` on, or all; of the version that was looked at."""
     headers = response.headers
     # Some of the servers behind one name may still have, or have already, another version.
-    tokens = [headers.get(name, "").removeprefix("W/") for name in ("ETag", "Last-Modified")]
-    if file.token and file.token.removeprefix("W/") not in tokens:
+    if file.token and not _is_of_version(headers, file):
         return False
     if start is None:
         return response.status == 200
     return response.status == 206 and headers.get("Content-Range", "").startswith(f"bytes {start}-")
+
+
+def _is_of_version(headers: Message, file: RemoteFile) -> bool:
+    """Whether an answer has the tag that the look had, or the date where it has no tag."""
+    tag, date = headers.get("ETag", ""), headers.get("Last-Modified", "")
+    if file.token.removeprefix("W/") in (tag.removeprefix("W/"), date):
+        return True
+    return not tag and date != "" and date == file.date
 
 
 def _may_be_page(response: _Response, file: RemoteFile) -> bool:
