@@ -39,7 +39,8 @@ A setting's value comes from the first of these that has one:
 1. an argument, where a function takes it;
 2. the environment variable (an empty one counts as not set);
 3. `trims/trims.toml` in `$XDG_CONFIG_HOME` or `~/.config`: keys in lower case, without `TRIMS_`
-   (`host_bytes = "8GiB"`);
+   (`host_bytes = "8GiB"`). There is none where this process may not look for it, as in the home of
+   the user before `su`; one that is there has to be readable;
 4. the default.
 
 `trims info` shows each value and where it comes from. If a `TRIMS_*` variable or a key is unknown

@@ -142,6 +142,13 @@ class TestFile:
         with pytest.raises(ConfigError, match="cannot be read"):
             load({"XDG_CONFIG_HOME": str(home)})
 
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root may search everywhere")
+    def test_the_home_of_another_user_has_none(self, home: Path) -> None:
+        (home / "trims" / "trims.toml").write_text("log = 'info'")
+        (home / "trims").chmod(0)
+        assert load({"XDG_CONFIG_HOME": str(home)}).source("log") == "default"
+        (home / "trims").chmod(0o700)
+
     def test_a_pipe_in_its_place_is_not_waited_for(self, home: Path) -> None:
         os.mkfifo(home / "trims" / "trims.toml")
         with pytest.raises(ConfigError, match=r"trims\.toml cannot be read: it is no regular file"):

@@ -566,6 +566,7 @@ def load_usable(environment: Mapping[str, str] | None = None) -> tuple[Config, l
 
 
 def _read_file(path: str) -> dict[str, str]:
+    # Nor if its directory may not be searched: after `su`, HOME may still be that of another user.
     if not os.path.exists(path):
         return {}
     try:
