@@ -320,6 +320,19 @@ def test_one_downloads(copies: Copies, hold: Callable[..., Holder], home: Path) 
     assert names_in(home) == []
 
 
+@pytest.mark.parametrize("is_link", [False, True], ids=["file", "link"])
+def test_what_has_the_name_of_a_copy_but_is_no_directory_goes(
+    copies: Copies, home: Path, is_link: bool
+) -> None:
+    """Found: it stayed for good, by the name of what is on the way out."""
+    if is_link:
+        (home / "k-1").symlink_to(home.parent)
+    else:
+        (home / "k-1").write_bytes(bytes(400))
+    assert (keep(copies, "k-1") / "x.pt").stat().st_size == 100
+    assert names_in(home) == ["k-1"]
+
+
 def test_a_forked_child_does_not_hold_a_download(
     copies: Copies, hold: Callable[..., Holder]
 ) -> None:

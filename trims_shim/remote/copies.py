@@ -280,6 +280,9 @@ class Copies:
         return found
 
     def _remove(self, path: str) -> None:
+        with contextlib.suppress(IsADirectoryError):
+            os.unlink(path)  # A file, or a link, has its name.
+            return
         # Half a copy must not have its name, whenever this process ends.
         removed = os.path.join(self.directory, f"{_REMOVED}{secrets.token_hex(8)}")
         os.rename(path, removed)
