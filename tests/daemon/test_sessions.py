@@ -5,7 +5,9 @@ from __future__ import annotations
 import array
 import os
 import resource
+import select
 import socket
+import stat
 from collections.abc import Iterator
 
 import pytest
@@ -91,6 +93,21 @@ def test_who_inherits_a_connection_and_has_fewer_rights_may_not_use_it(
     with pytest.raises(AccessDenied, match="user 65534 uses the connection of user 0"):
         sessions.receive(client.session)
     assert list(client.session.offers) == [1]
+
+
+@pytest.mark.parametrize("kind", ["its own end", "no kind"])
+def test_what_could_keep_a_connection_from_ending_is_not_kept(
+    client: Client, sessions: Sessions, kind: str
+) -> None:
+    sessions.greet(client.session, "", 0)
+    with select.epoll() as nameless:
+        offered = client.connection if kind == "its own end" else nameless
+        if stat.S_ISREG(os.fstat(offered.fileno()).st_mode):
+            pytest.skip("this kernel gives it a kind")
+        handover.send(client.connection, messages.FileOffer(1), descriptor=offered.fileno())
+    with pytest.raises(AccessDenied, match="not a file"):
+        sessions.receive(client.session)
+    assert not client.session.offers
 
 
 def test_tokens_differ(sessions: Sessions) -> None:

@@ -224,6 +224,16 @@ def test_offers_without_end(watch: Watch) -> None:
                         )
 
 
+def test_a_client_that_offers_its_own_end_of_the_connection(watch: Watch) -> None:
+    """Found: it stayed connected for ever after its death, and its leases with it."""
+    with raw_connection(watch.world) as connection:
+        connection.recv(4096)
+        offered = array.array("i", [connection.fileno()])
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, offered)]
+        connection.sendmsg([codec.encode(messages.FileOffer(1))], rights)
+    wait_until(lambda: len(watch.world.status().clients) == 1, "only who asks is connected")
+
+
 def test_packets_without_hello(watch: Watch) -> None:
     with raw_connection(watch.world, hello=False) as connection:
         with contextlib.suppress(OSError):

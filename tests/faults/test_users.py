@@ -253,6 +253,7 @@ def test_what_may_not_be_read_is_not_served(shared: World) -> None:
     assert said.pop("another file, this name") is False
     assert said.pop("drained, still connected") is False
     assert said.pop("proc") == "ReadFailed"
+    assert said.pop("socket") == "DaemonUnavailable"
     expected = {"open": "PermissionError"}
     for key in said:
         if key != "open":

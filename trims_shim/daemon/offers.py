@@ -23,7 +23,7 @@ from trims_shim.specs import Identity
 from trims_shim.wire.handover import close_all
 from trims_shim.wire.messages import FileOffer
 
-__all__ = ["Closer", "FileStatus", "Offer", "check_readable_file", "status_of"]
+__all__ = ["Closer", "FileStatus", "Offer", "check_readable_file", "is_file", "status_of"]
 
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC = 0x1000, 0x4000
 _STATX_BASIC_STATS = 0x7FF
@@ -152,6 +152,18 @@ def check_readable_file(descriptor: int) -> FileStatus:
     if not stat.S_ISREG(status.mode):
         raise AccessDenied("the offered descriptor is not a regular file")
     return status
+
+
+def is_file(descriptor: int) -> bool:
+    """Whether it may be kept: it is a file of any kind.
+
+    A socket may be the client's own end of its connection, and what has no kind (io_uring) may hold
+    that. Kept here, it would keep the connection from ending with the client.
+    """
+    try:
+        return stat.S_IFMT(status_of(descriptor).mode) not in (0, stat.S_IFSOCK)
+    except OSError:
+        return True  # Its server is gone.
 
 
 def status_of(descriptor: int) -> FileStatus:

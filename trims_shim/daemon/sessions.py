@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from trims_shim.daemon.descriptors import check_descriptors
-from trims_shim.daemon.offers import Closer, Offer
+from trims_shim.daemon.offers import Closer, Offer, is_file
 from trims_shim.errors import AccessDenied, MalformedMessage, TooManyRequests
 from trims_shim.wire.handover import Packet, Peer, clipped, has_unread, peer_of, receive
 from trims_shim.wire.messages import FileOffer
@@ -178,6 +178,8 @@ class Sessions:
         try:
             if not session.is_greeted:
                 raise MalformedMessage("FileOffer before Hello")
+            if not is_file(packet.descriptor):
+                raise AccessDenied("the offered descriptor is not a file")
             check_descriptors(reserved=self.missing_controls())
             if ticket in session.offers:
                 raise MalformedMessage(f"a file has been offered under ticket {ticket}")
