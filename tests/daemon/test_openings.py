@@ -462,7 +462,7 @@ class TestOpening:
             front.tiers.close_session(client.number, 1)
         assert len(front.host.store.images()) == 2
         for image in front.host.store.images():
-            front.host.store.pin(image.digest, is_pinned=True)
+            front.host.store.pin(image.digest, OWN)
         number = file.request(front, front.client(OWN))
         reply = replies(front)[number]
         assert (reply.error, "ulimit -n" in reply.message) == ("NoSpace", True)

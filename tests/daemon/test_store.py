@@ -366,7 +366,7 @@ class TestBudget:
         held = load(store, opening(inode=1), loaded("a"), now=1)
         for inode, digest in enumerate("bcd", 2):
             store.release(1, load(store, opening(inode=inode), loaded(digest), now=inode), inode)
-        store.pin("b", is_pinned=True)
+        store.pin("b", 1)
         assert store.expire(3) == []
         dropped = [each.digest for each in store.expire(4) if isinstance(each, DropImage)]
         assert dropped == ["c"]
@@ -381,7 +381,7 @@ class TestHolding:
         store = new_store(10)
         lease = load(store, opening(), loaded())
         if hold == "pin":
-            store.pin(A, is_pinned=True)
+            store.pin(A, 1)
             store.release(1, lease, 2)
         assert isinstance(store.open(opening(inode=2), 3)[0], RefuseRequest)
         assert store.evict_all() == []
@@ -406,13 +406,25 @@ class TestHolding:
     def test_pinning_twice_is_announced_once(self) -> None:
         store = new_store()
         load(store, opening(), loaded())
-        assert store.pin(A, is_pinned=True) == [Announce("pinned", A, 10)]
-        assert store.pin(A, is_pinned=True) == []
+        assert store.pin(A, 1) == [Announce("pinned", A, 10)]
+        assert store.pin(A, 1) == []
         store.close_session(1, 2)
         assert store.is_needed()
         assert store.images()[0].is_pinned
-        assert store.pin(A, is_pinned=False) == [Announce("unpinned", A, 10)]
+        assert store.unpin(A, 1) == [Announce("unpinned", A, 10)]
         assert (store.is_needed(), store.images()[0].is_pinned) == (False, False)
+        assert store.unpin(A, 1) == []
+
+    @pytest.mark.parametrize("last", [2, None], ids=["itself", "for all"])
+    def test_an_image_stays_while_any_user_has_pinned_it(self, last: int | None) -> None:
+        store = new_store()
+        load(store, opening(), loaded())
+        store.pin(A, 1)
+        assert store.pin(A, 2) == []
+        assert store.unpin(A, 3) == store.unpin(A, 1) == store.unpin(A, 1) == []
+        assert store.images()[0].is_pinned
+        assert store.unpin(A, last) == [Announce("unpinned", A, 10)]
+        assert not store.is_pinned(A)
 
     def test_a_lease_can_be_released_once_and_only_by_its_owner(self) -> None:
         store = new_store()
@@ -424,7 +436,7 @@ class TestHolding:
 
     def test_unknown_images(self) -> None:
         store = new_store()
-        for act in (store.evict, lambda digest: store.pin(digest, is_pinned=True)):
+        for act in (store.evict, lambda it: store.pin(it, 1), lambda it: store.unpin(it, 1)):
             with pytest.raises(UnknownImage, match="trims ls"):
                 act(A)
 
@@ -635,7 +647,7 @@ class TestTiers:
     def test_lost_memory_is_forgotten_leases_and_all(self) -> None:
         store = new_store()
         lease = load(store, opening(), loaded())
-        store.pin(A, is_pinned=True)
+        store.pin(A, 1)
         assert store.forget(A) == [DropImage(A), Announce("evicted", A, 10)]
         assert store.forget(A) == []
         assert (store.lease_count(), store.images(), store.is_needed()) == (0, [], False)

@@ -39,6 +39,7 @@ from trims_shim.specs import Identity
 
 BUDGET = 100
 SESSIONS = st.integers(1, 5)
+USERS = st.integers(1, 3)
 # Content of a file is a number; a file that is rewritten has a new identity and other content.
 FILES = st.integers(0, 7)
 
@@ -69,7 +70,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.hinted: dict[Identity, str] = {}
         self.waiting: set[tuple[int, int]] = set()
         self.held: dict[int, tuple[int, str]] = {}
-        self.pinned: set[str] = set()
+        self.pins: set[tuple[str, int]] = set()
         self.used: dict[str, int] = {}
         self.trusted: dict[IdentityKey, str] = {}
         self.issued: set[int] = set()
@@ -111,7 +112,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.answer(action.opening)
 
     def on_DropImage(self, action: DropImage) -> None:
-        assert action.digest not in self.pinned
+        assert action.digest not in self.pinned()
         assert action.digest not in {digest for _, digest in self.held.values()}
         older = [
             digest
@@ -139,7 +140,10 @@ class StoreMachine(RuleBasedStateMachine):
         return digest_of(content % 8)
 
     def is_held(self, digest: str) -> bool:
-        return digest in self.pinned or digest in {each for _, each in self.held.values()}
+        return digest in self.pinned() or digest in {each for _, each in self.held.values()}
+
+    def pinned(self) -> set[str]:
+        return {digest for digest, _ in self.pins}
 
     evicting_for_room = False
     finished_size = 0
@@ -234,7 +238,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.now += 1
         digest = digest_of(content)
         self.held = {lease: held for lease, held in self.held.items() if held[1] != digest}
-        self.pinned.discard(digest)
+        self.pins = {pin for pin in self.pins if pin[0] != digest}
         self.execute(self.store.forget(digest))
         assert digest not in self.segments
 
@@ -257,15 +261,26 @@ class StoreMachine(RuleBasedStateMachine):
         self.waiting = {key for key in self.waiting if key[0] != session}
         self.store.close_session(session, self.now)
 
-    @rule(content=FILES, is_pinned=st.booleans())
-    def pin(self, content: int, is_pinned: bool) -> None:
+    @rule(content=FILES, user=USERS)
+    def pin(self, content: int, user: int) -> None:
         digest = digest_of(content)
         try:
-            self.execute(self.store.pin(digest, is_pinned=is_pinned))
+            self.execute(self.store.pin(digest, user))
         except UnknownImage:
             assert digest not in self.segments
             return
-        (self.pinned.add if is_pinned else self.pinned.discard)(digest)
+        self.pins.add((digest, user))
+
+    @rule(content=FILES, user=st.none() | USERS)
+    def unpin(self, content: int, user: int | None) -> None:
+        digest = digest_of(content)
+        try:
+            self.execute(self.store.unpin(digest, user))
+        except UnknownImage:
+            assert digest not in self.segments
+            return
+        kept = {pin for pin in self.pins if pin[0] != digest}
+        self.pins = kept if user is None else self.pins - {(digest, user)}
 
     @rule(content=FILES)
     def evict(self, content: int) -> None:
@@ -319,7 +334,7 @@ class StoreMachine(RuleBasedStateMachine):
     def both_know_the_same_images(self) -> None:
         rows = {row.digest: row for row in self.store.images()}
         assert set(rows) == set(self.segments)
-        assert {digest for digest, row in rows.items() if row.is_pinned} == self.pinned & set(rows)
+        assert {digest for digest, row in rows.items() if row.is_pinned} == self.pinned()
         for digest, row in rows.items():
             assert row.leases == [each for _, each in self.held.values()].count(digest)
             assert row.used_ns == self.used[digest]

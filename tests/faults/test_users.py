@@ -192,6 +192,21 @@ def test_what_the_commands_tell_the_group(shared: World) -> None:
     assert path not in listed
 
 
+def test_what_another_user_has_pinned_stays(shared: World) -> None:
+    """Found: who had loaded the same file could unpin what root had pinned."""
+    path = shared.file(1)
+    os.chmod(path, 0o644)
+    ask = f"cache().request(admin.PinImageRequest({path!r}, is_pinned=%s))"
+    load = f"data(open_file({path!r}))\n"
+    shared.run(load + ask % True + "\nsay()\n")
+    asked = ", ".join(f"attempt(lambda: {ask % how})" for how in (False, True, False))
+    refused, _, again = shared.run(TRY + AS_NOBODY + load + f"say([{asked}])\n")
+    assert (refused, again) == ("AccessDenied", "AccessDenied")
+    assert shared.status().images[0].is_pinned
+    shared.run(ask % False + "\nsay()\n")
+    assert not shared.status().images[0].is_pinned
+
+
 def test_what_may_not_be_read_is_not_served(shared: World) -> None:
     """The image is resident, but no descriptor that nobody can get proves a right to it."""
     secret, public = shared.file(1, name="secret.bin"), shared.file(2)

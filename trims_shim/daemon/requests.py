@@ -215,12 +215,18 @@ def _client_status(daemon: Daemon, session: Session) -> list[admin.ClientStatus]
 
 
 def _pin(daemon: Daemon, request: Request, message: admin.PinImageRequest) -> admin.PinImageReply:
+    session = request.session
     # What is pinned may be an earlier version of the file.
-    prefers_pinned = not message.is_pinned
-    digest = _find(daemon, request.session, message.image, prefers_pinned=prefers_pinned)
-    for tier in daemon.tiers.holding(digest):
-        actions = tier.store.pin(digest, is_pinned=message.is_pinned)
+    digest = _find(daemon, session, message.image, prefers_pinned=not message.is_pinned)
+    tiers = daemon.tiers.holding(digest)
+    for tier in tiers:
+        if message.is_pinned:
+            actions = tier.store.pin(digest, session.peer.uid)
+        else:
+            actions = tier.store.unpin(digest, None if session.is_privileged else session.peer.uid)
         daemon.openings.execute(tier, actions)
+    if not message.is_pinned and any(tier.store.is_pinned(digest) for tier in tiers):
+        raise AccessDenied(f"image {digest[:12]} stays: another user has pinned it")
     return admin.PinImageReply(digest)
 
 

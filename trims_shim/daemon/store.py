@@ -161,7 +161,8 @@ class Store:
         self._footprint_bytes = footprint_bytes
         self._images: OrderedDict[Digest, _Image] = OrderedDict()
         """In the order of their last use."""
-        self._pinned: set[Digest] = set()
+        self._pins: dict[Digest, set[int]] = {}
+        """The users who have pinned an image; it is in here while there is one."""
         self._resident_bytes = self._reserved_bytes = 0
         self._identities: _Pointers[IdentityKey] = _Pointers()
         self._hints: _Pointers[tuple[Identity, int]] = _Pointers()
@@ -276,13 +277,21 @@ class Store:
         for load in self._ingests.values():
             load.waiters = [each for each in load.waiters if each.session != session]
 
-    def pin(self, digest: Digest, *, is_pinned: bool) -> list[Action]:
-        """Keep an image, or allow it to go. Raises UnknownImage."""
+    def pin(self, digest: Digest, user: int) -> list[Action]:
+        """Keep an image until this user unpins it. Raises UnknownImage."""
         image = self._image(digest)
-        if (digest in self._pinned) == is_pinned:
-            return []
-        (self._pinned.add if is_pinned else self._pinned.discard)(digest)
-        return [Announce("pinned" if is_pinned else "unpinned", digest, image.size_bytes)]
+        is_first = not self.is_pinned(digest)
+        self._pins.setdefault(digest, set()).add(user)
+        return [Announce("pinned", digest, image.size_bytes)] if is_first else []
+
+    def unpin(self, digest: Digest, user: int | None) -> list[Action]:
+        """Allow an image to go as far as this user is concerned; None: all. Raises UnknownImage."""
+        image = self._image(digest)
+        users = self._pins.pop(digest, set())
+        left = set() if user is None else users - {user}
+        if left:
+            self._pins[digest] = left
+        return [Announce("unpinned", digest, image.size_bytes)] if users and not left else []
 
     def hold(self, digest: Digest) -> None:
         """Keep an image until :meth:`unhold` was called as often. Raises UnknownImage."""
@@ -295,7 +304,7 @@ class Store:
     def evict(self, digest: Digest) -> list[Action]:
         """Drop one image. Raises UnknownImage, or NoSpace saying why it has to stay."""
         image = self._image(digest)
-        leases, is_pinned = self._leases.of(digest), digest in self._pinned
+        leases, is_pinned = self._leases.of(digest), self.is_pinned(digest)
         if leases or is_pinned:
             why = "is pinned; unpin it first" if is_pinned else "is in use"
             raise NoSpace(f"image {digest[:12]} {why} (leases: {leases})")
@@ -351,7 +360,7 @@ class Store:
             for digest, (owner, path) in self._names
             if path == name
             and (may_see_all or owner == user)
-            and digest in (self._pinned if is_pinned else self._images)
+            and digest in (self._pins if is_pinned else self._images)
             and (owner, path) in self._images[digest].names
         }
         return owners.get(user) or next(iter(owners.values()), None)
@@ -375,9 +384,13 @@ class Store:
         """Whether there is an image of this digest."""
         return digest in self._images
 
+    def is_pinned(self, digest: Digest) -> bool:
+        """Whether any user has pinned an image."""
+        return digest in self._pins
+
     def is_needed(self) -> bool:
         """Whether any image is leased or pinned."""
-        return bool(self._leases or self._pinned)
+        return bool(self._leases or self._pins)
 
     def totals(self) -> Totals:
         """The account of the tier."""
@@ -398,7 +411,7 @@ class Store:
             image.size_bytes,
             image.resident_bytes,
             self._leases.of(image.digest),
-            image.digest in self._pinned,
+            self.is_pinned(image.digest),
             image.loaded_ns,
             image.used_ns,
             image.hits,
@@ -547,7 +560,7 @@ class Store:
         del self._images[image.digest]
         self._policy.gone(image)
         self._resident_bytes -= image.resident_bytes
-        self._pinned.discard(image.digest)
+        self._pins.pop(image.digest, None)
         self._leases.forget(image.digest)
         keys = self._identities.forget(image.digest)
         self._hints.forget(image.digest)
@@ -564,4 +577,4 @@ class Store:
 
     def _is_free(self, image: _Image) -> bool:
         digest = image.digest
-        return not (digest in self._pinned or image.holds or self._leases.of(digest))
+        return not (self.is_pinned(digest) or image.holds or self._leases.of(digest))

@@ -39,7 +39,10 @@ __all__ = [
 
 
 class PinImageRequest(NamedTuple):
-    """Keep an image resident (``is_pinned``), or let it be evicted again."""
+    """Keep an image resident (``is_pinned``), or let it be evicted again.
+
+    It stays while any user has pinned it; the daemon's own user and root unpin for all.
+    """
 
     image: str
     is_pinned: bool
