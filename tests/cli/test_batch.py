@@ -18,7 +18,8 @@ from trims_shim.cli.main import main
 
 from .conftest import Trims
 
-SMALL = ["--line", "2,20", "--max-batch-size", "16", "--requests", "400"]
+LINE = ["--line", "2,20", "--max-batch-size", "16"]
+SMALL = [*LINE, "--requests", "400"]
 MODULE = """
 import time
 
@@ -598,8 +599,12 @@ def test_what_cannot_be_simulated(
 def test_plots_are_pictures(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.png"
-    words = ["plot", what, *SMALL, "-o", str(path), "--loads", "0.5,1.2", "--policy", "immediate"]
-    assert main(["batch", *words]) == Exit.OK
+    more = {
+        "profile": LINE,
+        "latency": [*SMALL, "--policy", "immediate"],
+        "load": [*SMALL, "--policy", "immediate", "--loads", "0.5,1.2"],
+    }
+    assert main(["batch", "plot", what, *more[what], "-o", str(path)]) == Exit.OK
     assert path.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr()
     assert printed.out == f"drawn: {path}\n"
@@ -608,7 +613,7 @@ def test_plots_are_pictures(what: str, tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_data_of_plots(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SMALL, "--policy", "early_drop"]
-    latency, rate = run_json("plot", "profile", *words, capsys=capsys)["panels"]
+    latency, rate = run_json("plot", "profile", *LINE, capsys=capsys)["panels"]
     assert latency["lines"][0]["y"][0] == 22
     assert rate["lines"][0]["y"][-1] == pytest.approx(16 / 0.052)
     (panel,) = run_json("plot", "load", *words, "--loads", "1.5,0.2", capsys=capsys)["panels"]
@@ -642,7 +647,7 @@ def test_plot_without_matplotlib(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    words = ["plot", "profile", *SMALL, "-o", str(tmp_path / "plot.png")]
+    words = ["plot", "profile", *LINE, "-o", str(tmp_path / "plot.png")]
     assert main(["batch", *words]) == Exit.FAILED
     assert "pip install matplotlib" in capsys.readouterr().err
 

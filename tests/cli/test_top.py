@@ -64,7 +64,9 @@ def live(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Exit]:
     """Run it on a terminal, with what the daemon answers."""
     monkeypatch.setenv("TERM", "xterm")
 
-    def run(*answers: GetStatusReply | BaseException, options: Sequence[str] = ()) -> Exit:
+    def run(
+        *answers: GetStatusReply | BaseException, options: Sequence[str] = ("--interval", "0.1")
+    ) -> Exit:
         left: Iterator[GetStatusReply | BaseException] = iter(answers)
 
         def ask() -> GetStatusReply:
@@ -76,7 +78,7 @@ def live(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Exit]:
         monkeypatch.setattr(top, "ask", ask)
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
         monkeypatch.setenv("COLUMNS", "200")
-        return Exit(main(["top", "--interval", "0.1", *options]))
+        return Exit(main(["top", *options]))
 
     return run
 

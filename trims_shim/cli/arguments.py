@@ -9,10 +9,11 @@ import argparse
 import contextlib
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from trims_shim.cli.values import count, counts, output
+from trims_shim.errors import ConfigError
 from trims_shim.suggestions import did_you_mean
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "add_output",
     "add_picture",
     "add_sizes",
+    "refuse",
 ]
 
 Commands = argparse._SubParsersAction
@@ -41,6 +43,14 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             meant = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        if self._subparsers is None:  # else a command's own parser has said it
+            # As argparse tells what excludes each other: a value that is not the default itself.
+            found.given = {
+                name
+                for action in self._actions
+                if getattr(found, action.dest, action.default) is not action.default
+                for name in action.option_strings
+            }
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
@@ -155,3 +165,10 @@ def add_picture(plot: argparse.ArgumentParser) -> None:
     plot.add_argument(
         "-o", "--output", type=output, metavar="FILE", help="a .png, .svg or .pdf file"
     )
+
+
+def refuse(arguments: argparse.Namespace, options: Sequence[str], where: str) -> None:
+    """Raise ConfigError if one of ``options`` was given, which have no effect ``where``."""
+    if given := [each for each in options if each in arguments.given]:
+        verb = "has" if len(given) == 1 else "have"
+        raise ConfigError(f"{', '.join(given)} {verb} no effect {where}")

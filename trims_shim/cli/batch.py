@@ -9,6 +9,7 @@ from typing import Any
 
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.simulator import Report
+from trims_shim.cli.arguments import refuse
 from trims_shim.cli.batch_setup import Setup, made_up, policies, rate_of, trace
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.text import print_json, table
@@ -38,6 +39,7 @@ def simulate(arguments: argparse.Namespace) -> Exit:
 def stream_of(arguments: argparse.Namespace, setup: Setup) -> list[Request]:
     """The requests of the trace, or made-up ones."""
     if arguments.trace:
+        refuse(arguments, ("--arrivals", "--cv"), "with --trace")
         return trace(arguments)
     return made_up(arguments, rate_of(arguments, setup))
 

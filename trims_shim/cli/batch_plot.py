@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.simulator import Report, percentile
+from trims_shim.cli.arguments import refuse
 from trims_shim.cli.batch import device_text, stream_of, stream_text
 from trims_shim.cli.batch_setup import Setup, made_up, policies, slo_ns_of
 from trims_shim.cli.drawing import Drawing, Line, Panel, show
@@ -24,11 +25,21 @@ __all__ = ["plot"]
 _NS_PER_MS = 1_000_000
 _NS_PER_S = 1_000_000_000
 _QUANTILES = 200
+_WITHOUT_EFFECT = {
+    "profile": (
+        *("--slo-ms", "--devices", "--policy", "--requests", "--seed", "--jitter-ms", "--spread"),
+        *("--rate", "--load", "--trace", "--arrivals", "--cv", "--loads"),
+    ),
+    "latency": ("--loads",),
+    "load": ("--load",),
+}
 
 
 def plot(arguments: argparse.Namespace) -> Exit:
     """Draw ``arguments.what`` into a file, or print its data."""
-    return show(lambda: _DRAWINGS[arguments.what](arguments), arguments)
+    what = arguments.what
+    refuse(arguments, _WITHOUT_EFFECT[what], f"on `plot {what}`")
+    return show(lambda: _DRAWINGS[what](arguments), arguments)
 
 
 # --- what is drawn --------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from trims_shim.batching.drivers.functions import BatchFunction
 from trims_shim.batching.profiles.profile import LatencyProfile, slow_sizes
 from trims_shim.batching.profiles.profile_store import SavedProfile, save_profile
 from trims_shim.batching.profiles.profiling import measure
+from trims_shim.cli.arguments import refuse
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.saying import say
 from trims_shim.cli.targets import (
@@ -111,6 +112,8 @@ def _target(arguments: argparse.Namespace, loop: asyncio.AbstractEventLoop) -> _
     found = named(arguments.target)
     if not callable(found):
         raise TrimsError(f"{arguments.target} is {type(found).__name__}, not a function")
+    if arguments.item:
+        refuse(arguments, ("--device",), "with --item")
     values = items_of(arguments)
     function, collate, largest = found, collate_of("auto"), _DEFAULT_MAX_BATCH_SIZE
     if isinstance(found, Batcher):

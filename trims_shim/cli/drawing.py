@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from trims_shim.cli.arguments import refuse
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.text import print_json
 from trims_shim.errors import ConfigError, TrimsError
@@ -48,7 +49,9 @@ class Drawing:
 
 def show(make: Callable[[], Drawing], arguments: argparse.Namespace) -> Exit:
     """Draw what ``make`` returns into ``--output``, or print its data with ``--json``."""
-    if not arguments.json:
+    if arguments.json:
+        refuse(arguments, ("--output",), "with --json, which draws nothing")
+    else:
         _check_output(arguments.output)
     drawing = make()
     if arguments.json:

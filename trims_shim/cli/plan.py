@@ -11,6 +11,7 @@ from typing import Any
 
 from trims_shim.batching.protocol import NEVER_NS, Request
 from trims_shim.batching.simulator import Outcome, Report, gamma, merged, requests
+from trims_shim.cli.arguments import refuse
 from trims_shim.cli.batch import report_fields
 from trims_shim.cli.batch_setup import policies, read_requests
 from trims_shim.cli.exits import Exit
@@ -47,6 +48,10 @@ def proteus(arguments: argparse.Namespace) -> Exit:
 
 def simulate(arguments: argparse.Namespace) -> Exit:
     """Print a row for each family: violations and accuracy."""
+    if arguments.trace:
+        refuse(arguments, ("--seconds", "--cv"), "with --trace")
+    if not arguments.replan:
+        refuse(arguments, ("--period-s", "--load-s"), "without --replan")
     cluster = read_cluster(arguments.problem)
     placement = _planned(cluster.problem, arguments)
     stream = _stream(cluster, arguments)

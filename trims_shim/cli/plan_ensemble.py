@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 from trims_shim.batching.profiles.profile_json import LARGEST_SIZE
+from trims_shim.cli.arguments import refuse
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.saying import say
 from trims_shim.cli.targets import import_from_here, items_of, made, named, printing_apart
@@ -30,6 +31,10 @@ from trims_shim.errors import ConfigError, TrimsError
 __all__ = ["ensemble"]
 
 _REPEATS = 3
+_MEASURING = (
+    *("--item", "--shape", "--dtype", "--device"),
+    *("--devices", "--batch-sizes", "--repeats"),
+)
 
 
 def ensemble(arguments: argparse.Namespace) -> Exit:
@@ -50,12 +55,7 @@ def ensemble(arguments: argparse.Namespace) -> Exit:
 
 def _problem(arguments: argparse.Namespace) -> Problem:
     if arguments.members.endswith(".json"):
-        given = (arguments.item, arguments.shape, arguments.devices)
-        if any((*given, arguments.batch_sizes, arguments.repeats)):
-            raise ConfigError(
-                f"{arguments.members} was measured; --item, --shape, --devices, --batch-sizes and "
-                "--repeats are for members"
-            )
+        refuse(arguments, _MEASURING, f"with {arguments.members}, which was measured")
         return load_problem(arguments.members)
     if ":" not in arguments.members:
         raise ConfigError(
@@ -89,6 +89,8 @@ def _members(name: str) -> Sequence[Member]:
 
 
 def _samples(arguments: argparse.Namespace) -> Any:
+    if arguments.item:
+        refuse(arguments, ("--device",), "with --item")
     parts = [_row(part) for part in items_of(arguments)]
     return parts[0] if len(parts) == 1 else tuple(parts)
 

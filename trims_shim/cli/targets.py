@@ -13,6 +13,7 @@ from typing import Any
 
 from trims_shim.batching.profiles.profile_json import LARGEST_SIZE
 from trims_shim.batching.profiles.profiling import sizes_to_measure
+from trims_shim.cli.arguments import refuse
 from trims_shim.errors import ConfigError, TrimsError
 from trims_shim.printable import first_line, printable
 
@@ -127,6 +128,7 @@ def items_of(arguments: argparse.Namespace, *, length: int | None = None) -> lis
     ``length`` is the argument of a function that makes an item, and replaces a None in a shape.
     """
     if arguments.item:
+        refuse(arguments, ("--dtype",), "with --item")
         how = () if length is None else (length,)
         return [made(named(name), name, *how) for name in arguments.item]
     shapes = [[length if each is None else each for each in shape] for shape in arguments.shape]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
+from trims_shim.cli.arguments import refuse
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.prepared import RIGHT
 from trims_shim.cli.prepared import TITLES as PREPARED_TITLES
@@ -47,6 +48,8 @@ _RATES = (
 
 def top(arguments: argparse.Namespace) -> Exit:
     """Draw until Ctrl-C; once with ``--once``, or if stdout is no terminal, or a dumb one."""
+    if arguments.json or arguments.once:
+        refuse(arguments, ("--interval",), "with --json or --once")
     if arguments.json:
         print_json(describe(ask()))
         return Exit.OK
