@@ -52,6 +52,10 @@ def offered(script: str, *words: str) -> list[str]:
         (["autostart", ""], ["install", "remove", "status"]),
         (["batch", "plot", ""], ["profile", "latency", "load"]),
         (["batch", "plot", "load", "-o", "lo"], []),  # files
+        (["batch", "plot", "-o", "lo"], []),
+        (["batch", "plot", "--output", "=", "lo"], []),  # as bash splits --output=lo
+        (["batch", "plot", "-o", "x.png", "lo"], ["load"]),
+        (["batch", "plot", "--json", "lo"], ["load"]),
         (["batch", "plot", "load", "--lo"], ["--load", "--loads"]),
         (["warm", ""], []),
         (["run", "--"], []),

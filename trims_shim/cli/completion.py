@@ -19,6 +19,9 @@ _trims() {{
     local IFS=' ' word="${{COMP_WORDS[COMP_CWORD]}}" words='' hidden='-*' before
     [[ $word == -* ]] && hidden=''
     before="${{COMP_WORDS[*]:1:COMP_CWORD-1}} "
+    case "${{COMP_WORDS[COMP_CWORD-1]}}" in
+        =|{valued}) return ;;
+    esac
     case "$before" in
 {cases}
     esac
@@ -31,13 +34,15 @@ complete -o default -F _trims trims
 
 def completion(arguments: argparse.Namespace) -> Exit:
     """Print the script."""
-    words = _words(make_parser(), "")
+    parser = make_parser()
+    words = _words(parser, "")
     # The first case that fits counts, so a command of a command comes before the command itself.
     cases = [
         f'        "{path} "*) words="{words[path]}" ;;' for path in sorted(words, reverse=True)
     ]
     cases[-1] = f'        " ") words="{words[""]}" ;;'
-    print(_SCRIPT.format(cases="\n".join(cases)), end="")
+    valued = "|".join(sorted(_valued(parser)))
+    print(_SCRIPT.format(valued=valued, cases="\n".join(cases)), end="")
     return Exit.OK
 
 
@@ -62,3 +67,14 @@ def _words(parser: argparse.ArgumentParser, path: str) -> dict[str, str]:
             else:  # Chosen once; next may be a file, the name of which begins alike.
                 found[deeper] = " ".join(options)
     return found | {path: " ".join(words)}
+
+
+def _valued(parser: argparse.ArgumentParser) -> set[str]:
+    """The options of all commands that a value follows: no word of the command."""
+    found: set[str] = set()
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found |= set().union(*map(_valued, action.choices.values()))
+        elif action.nargs != 0:
+            found |= set(action.option_strings)
+    return found
