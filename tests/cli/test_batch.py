@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -360,6 +361,24 @@ def test_profile_of_code_that_ends_the_program(
     )
     assert main([*words, "batch_app:leave_alone"]) == Exit.FAILED
     assert "leave_alone makes nothing: SystemExit: 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("then", ["raise ImportError('cannot load module')", "pass"])
+def test_ctrl_c_that_an_import_makes_something_else_of(
+    then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "deaf_app.py").write_text(
+        "import os, signal\n"
+        "double = lambda items: items\n"
+        f"try: os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt: {then}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "deaf_app", raising=False)
+    words = ["batch", "profile", "deaf_app:double", "--item", "os:sep"]
+    assert main([*words, "--json"]) == Exit.INTERRUPTED
+    assert capsys.readouterr() == ("", "")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_target_is_an_object_in_a_module(

@@ -7,7 +7,9 @@ import contextlib
 import importlib
 import inspect
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ from trims_shim.errors import ConfigError, TrimsError
 from trims_shim.printable import first_line, printable
 
 __all__ = [
+    "heeding_ctrl_c",
     "import_from_here",
     "items_of",
     "made",
@@ -63,6 +66,39 @@ def printing_apart() -> Iterator[None]:
         finally:
             os.dup2(stdout, 1)
             os.close(stdout)
+
+
+@contextlib.contextmanager
+def heeding_ctrl_c() -> Iterator[None]:
+    """Raise KeyboardInterrupt for a Ctrl-C also where measured code made something else of it.
+
+    An import of torch that is interrupted goes on, or fails as if numpy could not be imported.
+    """
+    is_ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if not is_ours:
+        yield
+        return
+    pressed = False
+
+    def interrupt(number: int, frame: Any) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except Exception as error:
+        if pressed:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def named(name: str) -> Any:
