@@ -88,7 +88,7 @@ def test_a_model_without_room_is_not_begun(
     assert f"needs 1000000000 MB on disk in {tmp_path}, and " in capsys.readouterr().err
     monkeypatch.setattr(demo, "available_bytes", lambda: 2_000_000)
     assert main(["demo", "--size-mb=1"]) == Exit.FAILED
-    assert "needs 3 MB of memory, and 2 MB are free" in capsys.readouterr().err
+    assert "a model of 84 MB needs 252 MB of memory, and 2 MB are free\n" in capsys.readouterr().err
 
 
 def test_nothing_is_left_where_it_is_ended(trims: Trims, tmp_path: Path) -> None:

@@ -132,6 +132,8 @@ torch.save(TextModel(int(sys.argv[2])).state_dict(), sys.argv[1])
 """
 _WORDS_MB, _BLOCK_MB = 33.6, 50.4
 """Sizes of the program's embedding and of one block, to turn a size into a number of layers."""
+_LEAST_MB = 84
+"""Of a model with one block."""
 
 
 class _DemoFailed(Exception):
@@ -229,16 +231,18 @@ class _Notes:
 
 def _check_room(size_mb: int) -> None:
     """Raise _DemoFailed before a model is made for which this machine has no room."""
+    size_mb = max(size_mb, _LEAST_MB)
     directory = tempfile.gettempdir()
     rooms = (
         (f"on disk in {directory}", size_mb, shutil.disk_usage(directory).free),
         ("of memory", _COPIES * size_mb, available_bytes()),
     )
+    advice = "; try a smaller --size-mb" if size_mb > _LEAST_MB else ""
     for where, needed_mb, free_bytes in rooms:
         if needed_mb * _MEGA > free_bytes:
             raise _DemoFailed(
                 f"a model of {size_mb} MB needs {needed_mb} MB {where}, and {_size(free_bytes)} "
-                "are free; try a smaller --size-mb"
+                f"are free{advice}"
             )
 
 

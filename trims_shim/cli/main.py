@@ -200,7 +200,11 @@ def _add_first(commands: Commands[argparse.ArgumentParser]) -> None:
         "trims demo --size-mb 1000 --processes 8",
     )
     demo.add_argument(
-        "--size-mb", type=count, default=400, metavar="MB", help="in steps of 50; default 400"
+        "--size-mb",
+        type=count,
+        default=400,
+        metavar="MB",
+        help="in steps of 50, the smallest is of 84; default 400",
     )
     demo.add_argument(
         "--processes", type=_several, default=4, metavar="N", help="that load it; default 4"
