@@ -30,11 +30,10 @@ from benchmarks.batching_flex_systems import (
     run,
     synthetic,
 )
-from benchmarks.harness import ROOT, results_directory, write_json
+from benchmarks.harness import argument_parser, write_json
 from benchmarks.rendering import markdown_table, pyplot, save_picture
 from trims_shim.batching.simulator import Report
 
-RESULTS = ROOT / "docs" / "results"
 MODELS = ("equal", "mixed", "heavy")
 SECTIONS = ("grid", "lambda", "stages", "traces")
 WRITE_EVERY_S = 20.0
@@ -67,7 +66,7 @@ def main() -> None:
     arguments = _arguments()
     count, seeds = (4_000, 1) if arguments.quick else (16_000, 3)
     began_s = written_s = time.monotonic()
-    path = arguments.out / "batching_flex.json"
+    path = arguments.output / "batching_flex.json"
     cells = _kept(path, arguments.sections)
     notes: list[str] = []
     for section in arguments.sections:
@@ -107,13 +106,10 @@ def _kept(path: Path, measured: Sequence[str]) -> list[Cell]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argument_parser("batching_flex", __doc__, harmless=("sections",))
     parser.add_argument("--quick", action="store_true", help="a quarter of the requests, one seed")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="of the grid")
-    parser.add_argument(
-        "--out", type=results_directory, default=RESULTS, help="directory of the results"
-    )
     return parser.parse_args()
 
 

@@ -12,7 +12,6 @@ thread, so that stages take equally long.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -21,14 +20,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import ROOT, results_directory, write_json
+from benchmarks.harness import argument_parser, write_json
 from trims_shim.batching.drivers.lanes import CpuLane, lane_of
 from trims_shim.batching.drivers.replies import BlockedCall, Entry
 from trims_shim.batching.flex.batcher import FlexBatcher
 from trims_shim.batching.flex.exit_points import ExitPoints
 from trims_shim.batching.flex.models import FlexFunctions
 
-RESULTS = ROOT / "docs" / "results"
 LAYERS, WIDTH, BATCH = 16, 1024, 8
 STAGES = (1, 2, 4, 8, 16)
 ROUNDS = 60
@@ -37,11 +35,8 @@ BURSTS = 40
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argument_parser("batching_flex_overhead", __doc__)
     parser.add_argument("--device", default="cpu", help="cpu, or cuda:0")
-    parser.add_argument(
-        "--out", type=results_directory, default=RESULTS, help="directory of the results"
-    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -56,7 +51,7 @@ def main() -> None:
             "preemption": [preemption(device, stages) for stages in STAGES[1:]],
         }
     print(json.dumps(found, indent=1))
-    write_json(arguments.out / "batching_flex_overhead.json", found)
+    write_json(arguments.output / "batching_flex_overhead.json", found)
 
 
 def layers(device: str, count: int = LAYERS) -> list[torch.nn.Module]:

@@ -60,7 +60,10 @@ _DIGITS = 5
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argument_parser("batching_peers", __doc__)
+    # What is not measured anew is kept.
+    measured = ("policies", "devices", "cvs", "rates", "shares", "seconds", "repeats")
+    harmless = (*measured, "choose", "minutes", "fresh", "report")
+    parser = argument_parser("batching_peers", __doc__, harmless=harmless)
     parser.add_argument("--choose", action="store_true", help="only try the peers' settings")
     parser.add_argument("--policies", nargs="+", choices=CATALOGUE, default=DEFAULT_POLICIES)
     parser.add_argument("--devices", nargs="+", default=("sleep", "torch"))

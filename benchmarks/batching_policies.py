@@ -17,21 +17,19 @@ Prints, for each policy, how far it is from the best of each cell; writes
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
 import multiprocessing
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from random import Random
 
-from benchmarks.harness import ROOT, results_directory
+from benchmarks.harness import argument_parser
 from benchmarks.rendering import pyplot, save_picture
 from trims_shim.batching.policies import POLICIES, Proteus, Window
 from trims_shim.batching.policies.goodput import Goodput
@@ -258,16 +256,13 @@ def _write(results: Sequence[Result], policies: Sequence[str], directory: Path) 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argument_parser("batching_policies", __doc__, harmless=("worst",))
     parser.add_argument("--quick", action="store_true", help="a smoke run, in seconds")
     parser.add_argument("--policies", nargs="+", choices=MAKERS, default=list(MAKERS))
     parser.add_argument("--requests", type=int, default=5000, help="in each cell")
     parser.add_argument("--seeds", type=int, default=1, help="how many")
     parser.add_argument("--jobs", type=int, default=1, help="cells at once")
     parser.add_argument("--worst", type=int, default=10, help="cells of auto to print")
-    parser.add_argument(
-        "--output", type=results_directory, help="docs/results; with --quick, a temporary one"
-    )
     options = parser.parse_args(arguments)
     count = min(options.requests, 1000) if options.quick else options.requests
     run = partial(_run, policies=options.policies)
@@ -278,10 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_table([each for each in results if each.cell.jitter == jitter], options.policies))
     if "auto" in options.policies:
         print(f"\nwhere auto is furthest behind:\n{_worst(results, 'auto', options.worst)}")
-    directory = options.output
-    if directory is None:
-        directory = Path(tempfile.mkdtemp()) if options.quick else ROOT / "docs" / "results"
-    _write(results, options.policies, directory)
+    _write(results, options.policies, options.output)
     return 0
 
 

@@ -17,7 +17,6 @@ import argparse
 import json
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -41,7 +40,7 @@ from benchmarks.batching_trace_cells import (
 from benchmarks.batching_trace_plot import plot
 from benchmarks.batching_trace_report import Findings
 from benchmarks.batching_trace_tables import print_tables, write_markdown
-from benchmarks.harness import results_directory
+from benchmarks.harness import argument_parser
 from benchmarks.proteus_artefact import RESULTS, known_runs
 
 __all__ = ["main"]
@@ -119,6 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = options.output / "batching_traces.json"
     started_s = time.monotonic()
     results = _simulated(plan, options, path)
+    if not results:
+        print(f"{path} has none of these cells; --show simulates nothing", file=sys.stderr)
+        return 1
     print(f"{time.monotonic() - started_s:.0f} s", file=sys.stderr)
     artefact = [each for each in known_runs(options.artefact) if each.trace in plan.traces]
     findings = Findings(results, artefact)
@@ -129,18 +131,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         console = Console(width=None if sys.stdout.isatty() else 190)
         print_tables(findings, console)
-    write_markdown(findings, path.with_suffix(".md"))
-    plot(findings, path.with_suffix(".png"))
+    whole = Findings(_read(path), known_runs(options.artefact))
+    write_markdown(whole, path.with_suffix(".md"))
+    plot(whole, path.with_suffix(".png"))
     print(f"written: {path} and, beside it, .md and .png", file=sys.stderr)
     return 1 if options.check and not all(each.is_met for each in findings.targets()) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.batching_traces",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    # Cells that are not simulated anew are kept.
+    cells = ("traces", "policies", "seeds", "again")
+    parser = argument_parser("batching_traces", __doc__, harmless=(*cells, "show", "artefact"))
     parser.add_argument("--quick", action="store_true", help="a smoke run, in seconds")
     parser.add_argument("--traces", nargs="+", help="which, of those in the directory")
     parser.add_argument("--policies", nargs="+", choices=list(MAKERS))
@@ -149,18 +150,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--show", action="store_true", help="simulate nothing, print the file")
     parser.add_argument("--jobs", type=int, default=2, help="simulations at once")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument(
-        "--output", type=results_directory, help="directory; docs/results, or a temporary one"
-    )
     parser.add_argument("--artefact", type=Path, default=RESULTS, help="its results")
     parser.add_argument("--check", action="store_true", help="status 1 when a target is missed")
     return parser
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    if options.output is None:
-        quick = Path(tempfile.gettempdir()) / "trims-batching-quick"
-        options.output = quick if options.quick else RESULTS.parent
     changes: dict[str, Any] = {}
     if options.traces:
         changes["traces"] = tuple(options.traces)

@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure host memory, and device 0 where there is one."""
     from rich.console import Console
 
-    parser = argument_parser("copying", __doc__)
+    parser = argument_parser("copying", __doc__, harmless=("directory",))
     parser.add_argument("--size-mib", type=int, nargs="+", default=[512, 1344])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--directory", type=Path, help="where files are made: on the disk to read")

@@ -24,7 +24,7 @@ from benchmarks.gpu_cold import measure_cold_starts
 from benchmarks.gpu_memory import measure_maps, measure_processes, measure_uploads
 from benchmarks.gpu_plan import FULL, TRIAL, Clock, Plan, Run, make_directory
 from benchmarks.gpu_processes import MODULE
-from benchmarks.harness import ROOT, describe_machine, results_directory, run_once, write_json
+from benchmarks.harness import argument_parser, describe_machine, run_once, write_json
 from benchmarks.report import plot, show, verdicts
 
 __all__ = ["main"]
@@ -43,13 +43,12 @@ _OF_THE_DRIVER = ("maps", "processes", "uploads")
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser = argument_parser("gpu", __doc__, harmless=("budget_s", "name"))
     parser.add_argument("--budget-s", type=float, default=330.0, help="seconds the run may take")
     parser.add_argument("--rounds", type=int, help="rounds of every comparison")
     parser.add_argument("--models", nargs="+", help="architectures of benchmarks/gpu_models.py")
     parser.add_argument("--only", nargs="+", choices=list(_SECTIONS), default=list(_SECTIONS))
     parser.add_argument("--trial", action="store_true", help="tiny models, to try the run out")
-    parser.add_argument("--output", type=results_directory, help="folder of the results")
     parser.add_argument("--name", default="gpu", help="name of the result files")
     return parser.parse_args(arguments)
 
@@ -127,10 +126,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the chosen sections; return 1 if a comparison was not valid."""
     options = _arguments(arguments)
     plan = _plan(options)
-    if options.output is None:
-        if plan.is_trial:
-            raise SystemExit("a trial needs --output: its files are no results")
-        options.output = ROOT / "docs" / "results"
     # As for Ctrl-C: processes, sockets and checkpoints end with their blocks.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     clock = Clock(options.budget_s - _RESERVE_S)

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -55,18 +55,57 @@ Result = dict[str, Any]
 """One JSON object that a worker sent."""
 DEADLINE_S = 180.0
 _STOP_DEADLINE_S = 15.0
+_HARMLESS = ("output", "jobs", "check", "json")
 
 
-def argument_parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """The parser of ``python -m benchmarks.NAME``; ``--output`` is the directory of its results."""
-    parser = argparse.ArgumentParser(
+def argument_parser(
+    name: str, description: str | None, *, harmless: Collection[str] = ()
+) -> argparse.ArgumentParser:
+    """The parser of ``python -m benchmarks.NAME``; ``--output`` is the directory of its results.
+
+    With other options than ``harmless`` ones a run measures something else than the whole
+    benchmark. Its results then go to a temporary directory unless another is given.
+    """
+    parser = _Parser(
         prog=f"python -m benchmarks.{name}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    default = ROOT / "docs" / "results"
-    parser.add_argument("--output", type=results_directory, default=default, metavar="DIR")
+    parser.harmless = {*_HARMLESS, *harmless}
+    parser.add_argument(
+        "--output",
+        type=results_directory,
+        metavar="DIR",
+        help="of results; default: docs/results, or a temporary one if options make it another "
+        "benchmark than the whole",
+    )
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Keeps the committed results from being replaced by those of a part, or of a smoke run."""
+
+    harmless: Collection[str] = ()
+
+    def parse_args(self, *arguments: Any) -> Any:
+        options = super().parse_args(*arguments)
+        if options.output is None:
+            options.output = self._directory(options)
+        return options
+
+    def _directory(self, options: argparse.Namespace) -> Path:
+        other = [
+            action.option_strings[-1]
+            for action in self._actions
+            if action.dest not in self.harmless
+            and getattr(options, action.dest, action.default) != action.default
+        ]
+        if not other:
+            return ROOT / "docs" / "results"
+        directory = Path(tempfile.mkdtemp(prefix="trims-results-"))
+        text = f"not the whole benchmark ({', '.join(other)}): results go to {directory}"
+        print(text, file=sys.stderr, flush=True)
+        return directory
 
 
 def results_directory(name: str) -> Path:

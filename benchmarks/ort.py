@@ -42,7 +42,7 @@ _SECTIONS: dict[str, Callable[[Run], None]] = {
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argument_parser("ort", __doc__)
+    parser = argument_parser("ort", __doc__, harmless=("budget_s",))
     parser.add_argument("--rounds", type=int, help="rounds of every comparison")
     parser.add_argument("--quick", action="store_true", help="a smoke run with small models")
     parser.add_argument("--models", nargs="+", choices=FULL.models, help="what to measure")

@@ -20,14 +20,13 @@ import math
 import multiprocessing
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from benchmarks.harness import ROOT, results_directory
+from benchmarks.harness import argument_parser
 from benchmarks.staged_policies_report import Cell, plot, report
 from benchmarks.staged_scenes import (
     DEVICES,
@@ -46,7 +45,6 @@ from trims_shim.batching.staged.policies import DVABatch
 
 __all__ = ["main"]
 
-RESULTS = ROOT / "docs" / "results"
 SECTIONS = ("latencies", "peaks", "lanes", "pairs", "stages")
 PAIRS = (1, 2, 3, 4)
 STAGES = (1, 2, 3, 4, 6, 8, 12, 20)
@@ -257,8 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         count, seeds = min(count, 150), 1
     scenes = [SCENES[name] for name in options.scenes]
     scenes += [measured_scene(path, device=options.device) for path in options.profile]
-    directory = options.out or (Path(tempfile.mkdtemp()) if options.quick else RESULTS)
-    path = directory / "staged_policies.json"
+    path = options.output / "staged_policies.json"
     began_s = time.monotonic()
     cells = _kept(path, options.sections)
     jobs = list(_jobs(options.sections, scenes, count, seeds))
@@ -278,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argument_parser("staged_policies", __doc__, harmless=("sections", "verbose"))
     parser.add_argument("--quick", action="store_true", help="a smoke run, in seconds")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--scenes", nargs="*", choices=SCENES, default=list(SCENES))
@@ -288,9 +285,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--jobs", type=int, default=1, help="cells at once")
     parser.add_argument("--verbose", action="store_true", help="print each cell")
-    parser.add_argument(
-        "--out", type=results_directory, help="docs/results; with --quick, a temporary one"
-    )
     return parser.parse_args(arguments)
 
 

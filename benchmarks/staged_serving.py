@@ -309,7 +309,7 @@ def _measured(options: argparse.Namespace, path: Path) -> Result:
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argument_parser("staged_serving", __doc__)
+    parser = argument_parser("staged_serving", __doc__, harmless=("minutes", "name", "report"))
     parser.add_argument("--device", default="cpu", help="cpu, or cuda")
     parser.add_argument("--models", nargs="+", choices=FULL.models)
     parser.add_argument("--loads", nargs="+", choices=LOADS)

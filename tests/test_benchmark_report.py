@@ -6,6 +6,7 @@ import json
 import resource
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +20,7 @@ from benchmarks import (
     staged_policies_report,
     staged_serving_report,
 )
-from benchmarks.harness import Summary, WorkerFailed, write_json
+from benchmarks.harness import ROOT, Summary, WorkerFailed, argument_parser, write_json
 from benchmarks.plan import Findings, Plan
 from benchmarks.report import Curve, Row, plot
 
@@ -106,3 +107,21 @@ def test_a_section_that_fails_takes_no_other_along(
     found = json.loads((tmp_path / "host.json").read_text())
     assert found["faults"] == ["loads: WorkerFailed: load: no result within 180 s"]
     assert len(found["rows"]) == 2
+
+
+def test_a_part_of_a_benchmark_does_not_replace_the_results_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    parser = argument_parser("made_up", "", harmless=("minutes",))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--minutes", type=int)
+    for whole in ([], ["--rounds", "5", "--minutes", "3"]):
+        assert parser.parse_args(whole).output == ROOT / "docs" / "results"
+    assert capsys.readouterr().err == ""
+    temporary = parser.parse_args(["--rounds", "2"]).output
+    assert temporary.parent == tmp_path
+    told = capsys.readouterr().err
+    assert told == f"not the whole benchmark (--rounds): results go to {temporary}\n"
+    own = ["--rounds", "2", "--output", str(tmp_path)]
+    assert parser.parse_args(own).output == tmp_path

@@ -231,12 +231,23 @@ def test_it_simulates_only_what_is_missing(
     assert all(r["requests"] == r["on_time"] + r["late"] + r["dropped"] for r in reports)
     assert batching_traces.main([*command, "--json", "--again", "immediate"]) == 0
     assert "14 of 28 cells to simulate" in capsys.readouterr().err
+    tables = (tmp_path / "batching_traces.md").read_text()
+    assert batching_traces.main([*command, "--show", "--policies", "immediate"]) == 0
+    assert (tmp_path / "batching_traces.md").read_text() == tables, "cells that are kept are in it"
+
+
+def test_without_cells_there_is_nothing_to_show(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert batching_traces.main(["--show", "--output", str(tmp_path)]) == 1
+    assert "has none of these cells" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("benchmark", "arguments"),
     [
-        (batching_traces, ["--quick"]),
+        (batching_traces, []),
         (planning, []),
         (proteus_artefact, ["--checkout", "Proteus"]),
     ],
