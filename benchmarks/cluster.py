@@ -152,7 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.argument_parser("cluster", __doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--models", nargs="+", default=["vgg16", "gpt2-medium"])
+    parser.add_argument(
+        "--models", nargs="+", choices=models.ARCHITECTURES, default=["vgg16", "gpt2-medium"]
+    )
     parser.add_argument("--actors", nargs="+", type=int, default=[1, 4])
     options = parser.parse_args(arguments)
     with harness.daemon() as private:

@@ -30,6 +30,7 @@ __all__ = ["main", "slowdown"]
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 LENGTHS = (16, 32, 64, 128)
+_MODELS = ("bert", "u-net", "vgg")
 SIDE_BY_SIDE = (1, 8)
 """Sizes of batches that run side by side."""
 _TIMEOUT_S = 60.0
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--models", nargs="+", default=["bert", "u-net", "vgg"])
+    parser.add_argument("--models", nargs="+", choices=_MODELS, default=_MODELS)
     parser.add_argument("--device", default="cpu", help="cpu, or cuda with a number or without")
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="of batches")
     parser.add_argument("--repeats", type=int, default=5, help="of each")

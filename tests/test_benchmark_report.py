@@ -15,8 +15,10 @@ import pytest
 
 from benchmarks import (
     batching_policies,
+    gpu,
     host,
     simulator_speed,
+    staged_measuring,
     staged_policies_report,
     staged_serving_report,
 )
@@ -125,3 +127,13 @@ def test_a_part_of_a_benchmark_does_not_replace_the_results_of_the_whole(
     assert told == f"not the whole benchmark (--rounds): results go to {temporary}\n"
     own = ["--rounds", "2", "--output", str(tmp_path)]
     assert parser.parse_args(own).output == tmp_path
+
+
+@pytest.mark.parametrize("benchmark", [gpu, staged_measuring], ids=["gpu", "staged measuring"])
+def test_a_model_that_there_is_not_is_wrong_usage(
+    benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        benchmark.main(["--models", "nosuch", "--out", str(tmp_path)])
+    assert end.value.code == 2
+    assert "invalid choice: 'nosuch' (choose from" in capsys.readouterr().err

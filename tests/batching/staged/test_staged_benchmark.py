@@ -158,14 +158,14 @@ def test_a_model_is_measured_and_simulated(
     models = ModuleType("benchmarks.staged_models")
     models.make_served = lambda name, device: Served()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "benchmarks.staged_models", models)
-    tiny = ["--models", "mine", "--sizes", "1", "2", "--repeats", "1"]
+    tiny = ["--models", "vgg", "--sizes", "1", "2", "--repeats", "1"]
     assert staged_measuring.main([*tiny, "--out", str(tmp_path)]) == 0
     assert "a batch of 1 beside another takes" in capsys.readouterr().out
-    path = tmp_path / "staged_profile_mine.json"
+    path = tmp_path / "staged_profile_vgg.json"
     profiles = ["--profile", str(path), "--scenes", "--sections", "pairs"]
     assert measured_scene(path, device="wide").staged.stages == 2
     assert main(["--quick", *profiles, "--device", "wide", "--out", str(tmp_path / "out")]) == 0
-    assert "| mine (measured), wide, high load |" in capsys.readouterr().out
+    assert "| vgg (measured), wide, high load |" in capsys.readouterr().out
 
 
 def test_alone_and_beside_all_calls_are_made() -> None:
