@@ -56,20 +56,22 @@ _MANY_TRIES = 30_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all parts, or some."""
+    """Measure each part, and write what there is after it."""
     parser = argument_parser("ensembles", __doc__)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(arguments)
     for name in {*_ARCHITECTURES, *_SHARED}:
         ensure_checkpoint(name, "pt")
-    content = {
-        "machine": describe_machine(),
-        "search": [_searched(*shape) for shape in _SHAPES],
-        "throughput": _throughputs(options.rounds),
-        "sharing": _sharing(options.rounds),
-        "overhead": _overhead(options.rounds),
+    parts: dict[str, Callable[[], Any]] = {
+        "search": lambda: [_searched(*shape) for shape in _SHAPES],
+        "throughput": lambda: _throughputs(options.rounds),
+        "sharing": lambda: _sharing(options.rounds),
+        "overhead": lambda: _overhead(options.rounds),
     }
-    write_json(options.output / "ensembles.json", rounded(content, 4))
+    content: dict[str, Any] = {"machine": describe_machine()}
+    for name, measure in parts.items():
+        content[name] = measure()
+        write_json(options.output / "ensembles.json", rounded(content, 4))
     (options.output / "ensembles.md").write_text(_markdown(content))
     return 0
 

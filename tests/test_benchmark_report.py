@@ -137,3 +137,23 @@ def test_a_model_that_there_is_not_is_wrong_usage(
         benchmark.main(["--models", "nosuch", "--out", str(tmp_path)])
     assert end.value.code == 2
     assert "invalid choice: 'nosuch' (choose from" in capsys.readouterr().err
+
+
+def test_an_ensemble_benchmark_that_fails_late_keeps_what_it_has_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    from benchmarks import ensembles
+
+    def fail(rounds: int) -> None:
+        raise WorkerFailed("no answer")
+
+    monkeypatch.setattr(ensembles, "ensure_checkpoint", lambda *_: None)
+    monkeypatch.setattr(ensembles, "_searched", lambda devices, members: devices * members)
+    monkeypatch.setattr(ensembles, "_throughputs", lambda rounds: {"rounds": rounds})
+    monkeypatch.setattr(ensembles, "_sharing", fail)
+    with pytest.raises(WorkerFailed):
+        ensembles.main(["--rounds", "3", "--output", str(tmp_path)])
+    found = json.loads((tmp_path / "ensembles.json").read_text())
+    assert found.keys() == {"machine", "search", "throughput"}
+    assert found["throughput"] == {"rounds": 3}
