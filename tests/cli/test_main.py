@@ -382,3 +382,9 @@ def test_what_is_measured_prints_into_no_data(
     assert json.loads(done.stdout)
     assert "imported" in done.stderr
     assert "called" in done.stderr
+
+
+def test_an_empty_name_of_a_file_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be a variable that was not set."""
+    assert main(["batch", "simulate", "--line", "2,20", "--trace", ""]) == Exit.FAILED
+    assert capsys.readouterr().err == "trims: '': No such file or directory\n"

@@ -117,7 +117,7 @@ def _complain(error: BaseException, code: Exit) -> Exit:
 
 def _text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+        return f"{error.filename or repr('')}: {error.strerror}"
     if isinstance(error, OSError) and _is_of_stdout(error):
         return f"stdout: {error.strerror}"
     if isinstance(error, FileNotFoundError):  # of os.getcwd(): all else names what is missing
