@@ -44,12 +44,13 @@ def recipe(
     provider_options: Any = None,
     disabled: Any = None,
     prepack: str = "share",
+    has_sessions: bool | None = False,
 ) -> SessionRecipe:
     options = onnxruntime.SessionOptions()
     for change in changes:
         change(options)
     settings = recipes.read_settings(options, providers, provider_options, disabled)
-    return recipes.recipe_of(settings, prepack=prepack)
+    return recipes.recipe_of(settings, prepack=prepack, has_sessions=has_sessions)
 
 
 def setting(name: str, value: Any) -> Any:
@@ -161,6 +162,15 @@ def test_a_program_that_sets_packing_itself(asked: str) -> None:
     key = recipes.NO_PREPACKING
     assert recipe(entry(key, "1"), prepack=asked) == recipe(prepack="off")
     assert recipe(entry(key, "0"), prepack=asked) == recipe(prepack="share")
+
+
+def test_denormal_numbers_are_set_by_the_first_session() -> None:
+    are_zero, are_kept = (entry("session.set_denormal_as_zero", value) for value in "10")
+    assert recipe(are_zero, has_sessions=True) == recipe(are_kept, has_sessions=True) == recipe()
+    for change in [(), (are_kept,)]:
+        assert recipe(*change, has_sessions=None) == recipe(*change)
+    with pytest.raises(NotServed, match="maybe for a later session"):
+        recipe(are_zero, has_sessions=None)
 
 
 def test_it_is_of_the_installation(monkeypatch: pytest.MonkeyPatch) -> None:

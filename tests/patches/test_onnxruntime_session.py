@@ -256,13 +256,13 @@ class TestOptions:
         self, preparations: Preparations, path: str
     ) -> None:
         options = onnxruntime.SessionOptions()
-        options.add_session_config_entry("session.set_denormal_as_zero", "1")
+        options.add_session_config_entry("own.key", "1")
         first = new(path, options)
         second = new(path, first.get_session_options())
         third = new(path, second.get_session_options())
         assert diagnostics.stats().served == 2
         shown = third.get_session_options()
-        assert shown.get_session_config_entry("session.set_denormal_as_zero") == "1"
+        assert shown.get_session_config_entry("own.key") == "1"
         assert shown.graph_optimization_level == options.graph_optimization_level
 
     def test_a_subclass_of_options(self, preparations: Preparations, path: str) -> None:
@@ -478,6 +478,19 @@ def test_options_changed_while_patches_are_off(preparations: Preparations, path:
         options.add_session_config_entry("own.key", "1")
     new(path, options)
     assert preparations.requests[0].recipe.entries == (("own.key", "1"),)
+
+
+def test_sessions_may_have_been_made_before_the_patches(
+    preparations: Preparations, path: str, tmp_path: Path
+) -> None:
+    assert onnxruntime_session._has_sessions is not False
+    onnxruntime_session._has_sessions = False
+    (tmp_path / "broken.onnx").write_bytes(b"no model")
+    with pytest.raises(Exception, match="broken"):
+        onnxruntime.InferenceSession(str(tmp_path / "broken.onnx"))
+    assert onnxruntime_session._has_sessions is None
+    new(path)
+    assert onnxruntime_session._has_sessions is True
 
 
 def test_wrong_calls_are_the_originals(preparations: Preparations, path: str) -> None:

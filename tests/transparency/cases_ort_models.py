@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy
 import onnxruntime
 from onnx_models import SAMPLES
@@ -88,6 +91,20 @@ def verbose_log(work: Work) -> object:
 @cases({"first_zero": "10", "first_kept": "01"}, served=True)
 def denormal_numbers(work: Work, entries: str) -> object:
     """Only a program's first session sets what its thread makes of them in constants."""
+    path = work.file("model.onnx", denormal_model())
+    return [with_denormals(path, value) for value in entries]
+
+
+@case(served=False, reason="config_entry")
+def denormal_numbers_after_a_failure(work: Work) -> object:
+    """A session that fails may have set it."""
+    path = work.file("model.onnx", denormal_model())
+    broken = work.file("broken.onnx", lambda path: path.write_bytes(b"no model" * 1000))
+    return [attempt(with_denormals, broken, "0"), with_denormals(path, "1")]
+
+
+def denormal_model() -> Callable[[Path], object]:
+    """One with a constant that depends on what becomes of denormal numbers."""
     from onnx_models import Graph, save
 
     graph = Graph("denormal", 51)
@@ -96,11 +113,12 @@ def denormal_numbers(work: Work, entries: str) -> object:
     large = graph.constant("c", numpy.full(64, 1e20, "float32"))
     graph.node("Add", "x", graph.node("Mul", graph.node("Mul", *tiny), large), outputs=["y"])
     graph.output("y", [2, 64])
-    path = work.file("model.onnx", save(graph.model()))
+    return save(graph.model())
+
+
+def with_denormals(path: Path, value: str) -> object:
+    """What a session says that was made with this value of the option."""
+    given = options()
+    given.add_session_config_entry("session.set_denormal_as_zero", value)
     feeds = [{"x": numpy.zeros((2, 64), "float32")}]
-    seen = []
-    for value in entries:
-        given = options()
-        given.add_session_config_entry("session.set_denormal_as_zero", value)
-        seen.append(ran(onnxruntime.InferenceSession(path, given), feeds))
-    return seen
+    return ran(onnxruntime.InferenceSession(path, given), feeds)

@@ -247,18 +247,23 @@ def _optimizers(disabled: Any) -> tuple[str, ...]:
 # --- recipes --------------------------------------------------------------------------------------
 
 
-def recipe_of(settings: Settings, *, prepack: str, is_first: bool = True) -> SessionRecipe:
+def recipe_of(
+    settings: Settings, *, prepack: str, has_sessions: bool | None = False
+) -> SessionRecipe:
     """The recipe. Raises NotServed for a config entry that is not known to be harmless.
 
     ``prepack`` is the setting of this name; a program's own entry about packing comes first.
-    ``is_first``: this process has made no session yet, as the preparer has not. Only the first one
-    sets, for the thread that makes it, whether denormal numbers are zero; others compute constants
-    as their thread does, whatever their options say.
+    ``has_sessions``: whether this process has made one; the preparer has not. None: not known.
+    Only the first one sets, for the thread that makes it, whether denormal numbers are zero; others
+    compute constants as their thread does, whatever their options say.
     """
     entries = _entries(settings.record.entries)
-    if not is_first:
+    are_zero = sys.float_info.min / 2 == 0
+    if has_sessions is None and are_zero != (entries.get(_DENORMALS) == "1"):
+        raise NotServed("config_entry", f"{_DENORMALS} is set, maybe for a later session")
+    if has_sessions:
         entries.pop(_DENORMALS, None)
-        if sys.float_info.min / 2 == 0:
+        if are_zero:
             entries[_DENORMALS] = "1"
     asked = entries.pop(NO_PREPACKING, None)
     if asked is not None:

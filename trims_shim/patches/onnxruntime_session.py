@@ -48,7 +48,7 @@ from trims_shim.patches.onnxruntime_recipe import (
     read_settings,
     recipe_of,
 )
-from trims_shim.patches.points import PatchPoint
+from trims_shim.patches.points import PatchPoint, is_being_imported
 from trims_shim.wire.messages import SessionRecipe
 
 __all__ = ["POINTS"]
@@ -62,9 +62,10 @@ _is_seed_set = False
 of its own starts from it plus its number in the graph, and nodes of a prepared model have other
 numbers. Until somebody sets a seed, it is the time: then only two sessions of one process, one of
 them of the prepared model, can be told apart. With onnxruntime alone they draw the same numbers."""
-_has_sessions = False
+_has_sessions: bool | None = False
 """Whether this process has made a session; from then on, options no longer set what the making
-thread does with denormal numbers."""
+thread does with denormal numbers. None if that is not known: one may have been made before the
+patches were applied, and one that failed may have been made in part."""
 _ATTRIBUTES = ("_model_path", "_model_bytes", "_sess_options", "_read_config_from_model", "_sess")
 """Attributes of a session that the original reads or sets, and that this file depends on."""
 
@@ -127,7 +128,7 @@ def _plan(session: Any, arguments: tuple[Any, Any, Any]) -> _Plan | None:
         if _is_seed_set:
             raise NotServed("random_seed", f"{model.name}: onnxruntime.set_seed was called")
         settings = read_settings(session._sess_options, *arguments)
-        recipe = recipe_of(settings, prepack=config.ort_prepack, is_first=not _has_sessions)
+        recipe = recipe_of(settings, prepack=config.ort_prepack, has_sessions=_has_sessions)
         return _Plan(model, settings, recipe)
     return None
 
@@ -308,16 +309,23 @@ class _Border:
 
 
 def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    global _has_sessions
+    if not is_being_imported(collection.__name__):
+        _has_sessions = _has_sessions or None
+
     @functools.wraps(original)
     def _create_inference_session(self: Any, *args: Any, **kwargs: Any) -> None:
         global _has_sessions
         arguments = _arguments(args, kwargs) if patches.active() else None
         create = functools.partial(original, self, *args, **kwargs)
-        if arguments is None:
-            create()
-        else:
-            _create(self, create, arguments)
-        _has_sessions = True
+        try:
+            if arguments is None:
+                create()
+            else:
+                _create(self, create, arguments)
+            _has_sessions = True
+        finally:
+            _has_sessions = _has_sessions or None
 
     return _create_inference_session
 

@@ -25,6 +25,7 @@ __all__ = [
     "PatchPoint",
     "PatchState",
     "apply",
+    "is_being_imported",
     "is_own",
     "rebind",
     "resolve",
@@ -131,7 +132,7 @@ def apply(point: PatchPoint, done: list[AppliedPatch] | None = None) -> AppliedP
         diagnostics.pass_on(error)
         patch.state, patch.reason = PatchState.SKIPPED, f"{type(error).__name__}: {error}"
     is_applied = patch.state is PatchState.APPLIED
-    if is_applied and point.has_holders and not _is_being_imported(_home(point)):
+    if is_applied and point.has_holders and not is_being_imported(_home(point)):
         rebind(found.original, patch.replacement, home=_home(point))
     return patch
 
@@ -157,7 +158,7 @@ def _home(point: PatchPoint) -> str:
     return point.target.partition(":")[0]
 
 
-def _is_being_imported(home: str) -> bool:
+def is_being_imported(home: str) -> bool:
     """Whether we are called at the end of a module's import: nobody has its names yet."""
     return bool(getattr(getattr(sys.modules[home], "__spec__", None), "_initializing", False))
 
