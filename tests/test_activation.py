@@ -296,6 +296,26 @@ def test_torch_in_both_orders(run: Run, imports: str) -> None:
     run(f"import sys; {imports}\n{DEVICES_NEED}{TORCH_SERVES}")
 
 
+RELOADED = """
+import importlib, sys, trims_shim, torch
+def replaced():
+    points = trims_shim.info()["patches"]
+    return {p["target"] for p in points if p["state"] == "applied" and p["reason"]}
+assert replaced() == set()
+importlib.reload(torch.serialization)
+assert "torch.serialization:_load" in replaced(), replaced()
+assert all(each.startswith("torch.serialization:") for each in replaced()), replaced()
+trims_shim.disable()
+trims_shim.enable()
+assert replaced() == set()
+"""
+
+
+def test_what_a_reload_replaced_is_told(run: Run) -> None:
+    """Found: it counted as applied, though loads were the framework's own."""
+    run(RELOADED)
+
+
 INTERRUPTED = """
 import os, sys, torch, warnings
 def interrupt(frame, event, argument):

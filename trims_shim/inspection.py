@@ -41,7 +41,7 @@ from trims_shim.errors import (
 from trims_shim.memory import copying_native
 from trims_shim.memory.limits import machine_bytes, memory_limit_bytes
 from trims_shim.memory.nvml import INSTALL, is_installed
-from trims_shim.patches.points import resolve
+from trims_shim.patches.points import PatchState, is_in_place, resolve
 from trims_shim.remote.copies import Copies, Copy
 from trims_shim.wire.endpoint import Endpoint
 from trims_shim.wire.messages import Welcome
@@ -340,8 +340,10 @@ def _patches(settings: Config, problems: tuple[str, ...]) -> Iterator[PatchStatu
         done = patches.applied().get(patch_file)
         if done is not None:
             for each in done:
-                point = each.point
-                yield _status(point.target, point.supported, each.state.value, each.reason)
+                point, reason = each.point, each.reason
+                if each.state is PatchState.APPLIED and not is_in_place(each):
+                    reason = "wrapped or replaced since, by another tool or a reload"
+                yield _status(point.target, point.supported, each.state.value, reason)
             continue
         if patch_file in patches.requested():
             verb = "is" if len(modules) == 1 else "are"

@@ -26,6 +26,7 @@ __all__ = [
     "PatchState",
     "apply",
     "is_being_imported",
+    "is_in_place",
     "is_own",
     "rebind",
     "resolve",
@@ -142,8 +143,9 @@ def undo(patch: AppliedPatch) -> None:
     found = patch.found
     if patch.state is not PatchState.APPLIED or found is None:
         return
+    is_ours = is_in_place(patch)
     patch.state = PatchState.UNDONE
-    if vars(found.parent).get(found.attribute) is not patch.replacement:
+    if not is_ours:
         patch.reason = "left in place and inactive: another tool wrapped it later"
         return
     if found.is_inherited:
@@ -152,6 +154,14 @@ def undo(patch: AppliedPatch) -> None:
         setattr(found.parent, found.attribute, found.original)
     if patch.point.has_holders:
         rebind(patch.replacement, found.original, home=_home(patch.point))
+
+
+def is_in_place(patch: AppliedPatch) -> bool:
+    """Whether it is applied and nobody has put something else in its place since."""
+    found = patch.found
+    if patch.state is not PatchState.APPLIED or found is None:
+        return False
+    return vars(found.parent).get(found.attribute) is patch.replacement
 
 
 def _home(point: PatchPoint) -> str:
