@@ -55,6 +55,27 @@ def test_means_of_whole_numbers_are_not_whole() -> None:
     assert combined("mean", large, large).tolist() == large.tolist()
 
 
+@pytest.mark.parametrize("array", ARRAYS)
+def test_means_with_complex_numbers_are_complex(array: Any) -> None:
+    real, other = array(np.ones(1, "float32")), array(np.full(1, 3 + 2j, "complex64"))
+    for pair in ((real, other), (other, real)):
+        found = combined("mean", *pair)
+        assert found.dtype == other.dtype
+        assert found.tolist() == [2 + 1j]
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "complex64", "int64"])
+def test_means_of_arrays_and_tensors_are_of_the_first_ones_library(name: str) -> None:
+    tensor, own = torch.tensor([3, 5]).to(getattr(torch, name)), np.array([1, 3], "float32")
+    tensor.requires_grad_(name == "float32")
+    expected = combined("mean", tensor.detach(), torch.tensor(own))
+    assert combined("mean", tensor.detach(), own).dtype == expected.dtype
+    assert combined("mean", tensor.detach(), own).tolist() == [2, 4]
+    found = combined("mean", own, tensor)
+    assert type(found) is np.ndarray
+    assert found.tolist() == [2, 4]
+
+
 def test_means_of_structures_are_structures() -> None:
     outputs = [{"a": np.ones(2) * n, "b": (np.zeros(2), np.ones(2) * n)} for n in (1, 3)]
     found = combined("mean", *outputs)

@@ -22,8 +22,9 @@ def combine_of(rule: str | Combine, weights: Mapping[str, float]) -> Combine:
     """The rule of a name, with the members' weights, or the user's own.
 
     ``"mean"``: the weighted mean of each output. ``"vote"``: the class for which members of most
-    weight vote, the smallest of equals; outputs are scores ``[n, classes]`` or classes ``[n]``,
-    the result ``[n]``. ``"none"``: the outputs by member. Raises ValueError for other names.
+    weight vote, the smallest of equals; outputs are scores ``[n, classes]`` (of which NaN counts as
+    the largest) or classes ``[n]``, the result ``[n]``. ``"none"``: the outputs by member. Raises
+    ValueError for other names.
     """
     if callable(rule):
         return rule
@@ -58,9 +59,10 @@ def _mean_array(values: Sequence[Any], shares: Sequence[float]) -> Any:
     first = values[0]
     # In the members' order, whoever came first, so that equal samples have equal results.
     found = sum(
-        share * _at_least_single(value) for value, share in zip(values, shares, strict=True)
+        share * _like(first, _at_least_single(value))
+        for value, share in zip(values, shares, strict=True)
     )
-    if _is_floating(first):
+    if _is_floating(first) and _is_complex(first) == _is_complex(found):
         return found.to(first.dtype) if hasattr(found, "to") else found.astype(first.dtype)
     return found
 
@@ -90,6 +92,22 @@ def _is_floating(array: Any) -> bool:
     return bool(
         dtype.is_floating_point if hasattr(dtype, "is_floating_point") else dtype.kind in "fc"
     )
+
+
+def _is_complex(array: Any) -> bool:
+    dtype = array.dtype
+    return bool(dtype.is_complex if hasattr(dtype, "is_complex") else dtype.kind == "c")
+
+
+def _like(first: Any, value: Any) -> Any:
+    """``value`` in the library of ``first``: one member may return tensors and another arrays."""
+    if hasattr(value, "numpy") and not hasattr(first, "numpy"):
+        return value.numpy(force=True)
+    if hasattr(first, "numpy") and not hasattr(value, "numpy"):
+        import torch
+
+        return torch.as_tensor(value, device=first.device)
+    return value
 
 
 def _at_least_single(array: Any) -> Any:
