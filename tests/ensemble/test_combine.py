@@ -106,6 +106,12 @@ def test_votes_of_tensors_are_a_tensor() -> None:
     assert torch.equal(combined("vote", half, half), torch.tensor([1]))
 
 
+@pytest.mark.parametrize("array", ARRAYS)
+def test_votes_of_no_rows(array: Any) -> None:
+    empty = array(np.zeros((0, 3)))
+    assert combined("vote", empty, empty).tolist() == []
+
+
 def test_none_and_functions_get_all_outputs() -> None:
     assert combined("none", 1, 2) == {"a": 1, "b": 2}
     assert combined(lambda outputs: outputs["a"] + outputs["b"], 1, 2) == 3

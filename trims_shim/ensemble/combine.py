@@ -126,9 +126,9 @@ def _vote(values: Sequence[Any], weights: Sequence[float]) -> Any:
     # Only those that got a vote: classes may be large numbers.
     classes, columns = numpy.unique(numpy.stack(votes), return_inverse=True)
     ballots = numpy.zeros((count, len(classes)))
-    for column, weight in zip(columns.reshape(-1, count), weights, strict=True):
+    for column, weight in zip(columns.reshape(len(votes), count), weights, strict=True):
         ballots[numpy.arange(count), column] += weight
-    winners = classes[ballots.argmax(axis=1)]
+    winners = classes[ballots.argmax(axis=1)] if count else classes
     if type(values[0]).__module__ == "torch":
         import torch
 
