@@ -820,6 +820,29 @@ def test_a_loop_that_is_closed_is_forgotten_whatever_was_open() -> None:
     other.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("looks", [True, False])
+def test_what_was_open_on_a_loop_that_is_closed_has_failed(looks: bool) -> None:
+    loop = asyncio.new_event_loop()
+    batcher = greedy(AsyncGate(), max_batch_size=2)
+    asked = [loop.create_task(batcher.aio(item)) for item in range(5)]
+    loop.run_until_complete(settle())
+    assert batcher.stats().failed == 0
+    for each in asyncio.all_tasks(loop):
+        each._log_destroy_pending = False  # type: ignore[attr-defined]
+    loop.close()
+    if looks:
+        stats = batcher.stats()
+        assert (stats.failed, stats.queued, stats.running) == (5, 0, 0)
+    other = asyncio.new_event_loop()
+    batcher._engine.of_loop(other)
+    stats = batcher.stats()
+    assert (stats.submitted, stats.failed, stats.queued, stats.running) == (5, 5, 0, 0)
+    assert not any(each.done() for each in asked)
+    batcher.close()
+    other.close()
+
+
 def test_a_finalizer_that_asks_while_a_loop_is_new_uses_the_same_queue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -102,10 +102,17 @@ class Engine:
             return self._loops.setdefault(loop, made)
 
     def _bury(self) -> None:
+        self._lose_ended()
         for loop, dispatch in list(self._loops.items()):
             if dispatch.is_over:
                 self._past.merge(dispatch.record)
                 del self._loops[loop]
+
+    def _lose_ended(self) -> None:
+        """Fail what is open on loops that were closed meanwhile, so that it is counted."""
+        for dispatch in list(self._loops.values()):
+            if dispatch.is_lost and dispatch.is_busy:
+                dispatch.lose()
 
     def own_loop(self) -> LoopDispatch:
         """The dispatch of an asynchronous function for callers without a loop."""
@@ -160,6 +167,7 @@ class Engine:
             return self._threads.stats()
         total = Record(devices=self.options.devices)
         with self._lock:  # else one that ends meanwhile would count twice, or not at all
+            self._lose_ended()
             dispatches = self.dispatches()
             for record in (self._past, *(dispatch.record for dispatch in dispatches)):
                 total.merge(record)
