@@ -74,6 +74,11 @@ def by_sign(x: torch.Tensor) -> torch.Tensor:
     return torch.cond(x.mean() > 0, lambda x: x * 2, lambda x: x * 3, (x,))
 
 
+def choose_by_mean(x: torch.Tensor) -> torch.Tensor:
+    """One choice for all that it gets."""
+    return torch.where(x.mean() > 0.8, x * 2, x * 3)
+
+
 def until_large(x: torch.Tensor, *, by: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Doubled as often as one row, or what the body of the loop makes of it, tells."""
     count = torch.tensor(0.0)
@@ -460,6 +465,14 @@ class TestWhatCannotBeCut:
                 lambda self, x: until_large(x, by=lambda i, x: i + x.amax()),
                 "while_loop branches on what is in the batch",
             ),
+            (
+                lambda self, x: torch.where(x.mean() > 100, x, -x).relu(),
+                "aten.where.self branches on what is in the batch",
+            ),
+            (
+                with_autocast(lambda x: x.masked_fill(x.amax(0) > 100, 0.0)),
+                "aten.masked_fill.Scalar branches on what is in the batch",
+            ),
             (lambda self, x: x @ torch.ones(5, 5), "does not run with the example: .*5x5"),
             (lambda self, x: nn.functional.dropout(x), r"dropout.* depends on chance"),
         ],
@@ -474,6 +487,10 @@ class TestWhatCannotBeCut:
             lambda self, x: torch.cond(self.weight.sum() > 0, torch.relu, torch.exp, (x + 1,)) * 2,
             lambda self, x: until_large(x, by=lambda i, x: i + 1) * 2,
             lambda self, x: map_rows(by_sign, torch.relu(x) - 0.5) * 2,
+            lambda self, x: torch.where(self.weight.sum() > 0, x, -x).relu() * 2,
+            lambda self, x: torch.where(x.mean(1, keepdim=True) > 0.5, x, -x).relu() * 2,
+            lambda self, x: torch.vmap(choose_by_mean)(x * 2).relu(),
+            lambda self, x: map_rows(choose_by_mean, x * 2).relu(),
         ],
     )
     def test_branches_that_are_nobody_elses(self, forward: Forward) -> None:

@@ -1,7 +1,8 @@
 """Where a traced graph chooses by what is in the batch: one way for all of its rows.
 
 ``torch.cond`` and ``while_loop`` have one condition for the whole batch, so whoever joins it may
-change what the others get. An example shows one way only. (Python's own branches cannot be traced.)
+change what the others get. So do ``torch.where`` and ``masked_fill`` with a condition that has no
+rows. An example shows one way only. (Python's own branches cannot be traced.)
 """
 
 from __future__ import annotations
@@ -12,21 +13,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
-__all__ = ["branches"]
+__all__ = ["branches", "nesting", "symbols"]
 
 Contents = Callable[["Node"], Sequence["Node"]]
 """The nodes whose contents an operation reads."""
+_CHOOSING = {"where": 0, "masked_fill": 1, "masked_fill_": 1}
+"""The place of the condition among the arguments of operations that choose by elements."""
 
 
 def branches(
-    module: GraphModule, data: Set[Node], contents: Contents, *, rows: Set[Node] = frozenset()
+    module: GraphModule,
+    data: Set[Node],
+    contents: Contents,
+    *,
+    size: Set[Any],
+    rows: Set[Node] = frozenset(),
 ) -> Iterator[Node]:
     """The nodes that branch on ``data``, the nodes that depend on what is in the batch.
 
-    Also those within other operations (a branch, torch.autocast), but for what is mapped over
-    ``rows``, nodes with the batch as their first axis: there each row has a branch of its own.
+    ``size``: the symbols of the batch's size. Also those within other operations (a branch,
+    torch.autocast), but for what is mapped over ``rows``, nodes with the batch as their first axis:
+    there each row has a branch of its own. So it has within torch.vmap.
     """
+    depth = 0
     for node in module.graph.nodes:
+        depth += nesting(node)
+        if not depth and _chooses_for_all(node, data, size):
+            yield node
         graphs = _graphs(module, node)
         if not graphs:
             continue
@@ -38,7 +51,27 @@ def branches(
         inner = data - rows if name == "map_impl" else data
         for graph in graphs:
             found = _depending(graph, [each in inner for each in given], contents)
-            yield from branches(graph, found, contents)
+            yield from branches(graph, found, contents, size=size)
+
+
+def _chooses_for_all(node: Node, data: Set[Node], size: Set[Any]) -> bool:
+    place = _CHOOSING.get(getattr(getattr(node.target, "overloadpacket", None), "__name__", ""))
+    condition: Any = None if place is None else node.args[place]
+    return condition in data and not symbols(condition) & size
+
+
+def nesting(node: Node) -> int:
+    """1 where torch.vmap, or another of torch.func, begins, -1 where it ends, else 0."""
+    name = getattr(node.target, "__name__", "")
+    return name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
+
+
+def symbols(node: Node, *, axes: int | None = None) -> set[Any]:
+    """The symbols of a number of the trace, or in the sizes of a tensor's first ``axes``."""
+    from torch.fx.experimental.symbolic_shapes import free_symbols
+
+    value = node.meta.get("val")
+    return set(free_symbols(tuple(getattr(value, "shape", (value,)))[:axes]))
 
 
 def _graphs(module: GraphModule, node: Node) -> list[GraphModule]:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trims_shim.batching.staged.activations import Shared
-from trims_shim.batching.staged.slicing.branches import branches
+from trims_shim.batching.staged.slicing.branches import branches, nesting, symbols
 from trims_shim.batching.staged.slicing.cutting import Cut
 from trims_shim.batching.staged.slicing.examples import (
     Example,
@@ -147,14 +147,14 @@ class StagedGraph:
     def branches(self) -> Iterator[Node]:
         """Each operation that does something else with another batch, as torch.cond does."""
         inputs = {node for node in self.inputs if self._is_batched(node)}
-        size = {each for node in inputs for each in _symbols(node, axes=1)}
+        size = {each for node in inputs for each in symbols(node, axes=1)}
         counts = {
             node
             for node in self.operations
-            if isinstance(self._small[node], bool | int | float) and _symbols(node) & size
+            if isinstance(self._small[node], bool | int | float) and symbols(node) & size
         }
         data = self._find_data(inputs) | counts
-        return branches(self._module, data, _contents_of, rows=self._batched)
+        return branches(self._module, data, _contents_of, size=size, rows=self._batched)
 
     # --- what may cross ---------------------------------------------------------------------------
 
@@ -177,11 +177,11 @@ class StagedGraph:
     def _find_lengths(self) -> dict[Node, set[Any]]:
         """The symbols of sizes, but for that of the batch, on which nodes without data depend."""
         found: dict[Node, set[Any]] = {}
-        batch = {size for node in self.inputs for size in _symbols(node, axes=1)}
+        batch = {size for node in self.inputs for size in symbols(node, axes=1)}
         for node in self.operations:
             if node not in self._with_data:
                 before = (found.get(each, set()) for each in node.all_input_nodes)
-                found[node] = set().union(_symbols(node), *before) - batch
+                found[node] = set().union(symbols(node), *before) - batch
                 for each in self._written_with(node):
                     found[each] = found.get(each, set()) | found[node]
         return found
@@ -206,7 +206,7 @@ class StagedGraph:
         for index, node in enumerate(self.operations):
             if depth:
                 crossing[index] = None
-            depth += _nesting(node)
+            depth += nesting(node)
             for memory in self._written[node]:
                 for position in range(index + 1):
                     if self._is_torn(crossing[position] or (), memory):
@@ -255,7 +255,7 @@ class StagedGraph:
         small, large = self._small[node], self._large[node]
         if isinstance(small, torch.Tensor):
             is_same = small.layout is torch.strided and are_identical(small, large)
-            return is_same and self._lengths[node] <= _symbols(node)
+            return is_same and self._lengths[node] <= symbols(node)
         return isinstance(small, bool | int | float) and small == large
 
     def _is_count(self, node: Node) -> bool:
@@ -381,14 +381,6 @@ def _add(crossing: list[set[Node] | None], position: int, needs: frozenset[Node]
         found.update(needs)
 
 
-def _symbols(node: Node, *, axes: int | None = None) -> set[Any]:
-    """The symbols of a number of the trace, or in the sizes of a tensor's first ``axes``."""
-    from torch.fx.experimental.symbolic_shapes import free_symbols
-
-    value = node.meta.get("val")
-    return set(free_symbols(tuple(getattr(value, "shape", (value,)))[:axes]))
-
-
 def _contents_of(node: Node) -> list[Node]:
     """The nodes whose contents an operation reads, not only their shapes."""
     name = str(node.target).removeprefix("aten.")
@@ -397,12 +389,6 @@ def _contents_of(node: Node) -> list[Node]:
     if not name.startswith(_FACTORIES):
         return node.all_input_nodes
     return [each for each in node.all_input_nodes if each is not node.args[0]]
-
-
-def _nesting(node: Node) -> int:
-    """1 where torch.vmap, or another of torch.func, begins, -1 where it ends, else 0."""
-    name = getattr(node.target, "__name__", "")
-    return name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
 
 
 def _memory(value: Any) -> int:

@@ -427,7 +427,7 @@ def _check_branches(graph: StagedGraph, name: str) -> None:
         raise StagingError(
             f"{name} cannot be cut into stages: {node.target} branches on what is in the "
             "batch; whoever joins it may change what the others get. Choose for each row "
-            "(torch.where)"
+            f"(torch.where with a condition of each){_place(node)}"
         )
 
 
