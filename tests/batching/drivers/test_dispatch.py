@@ -379,6 +379,22 @@ def test_late_requests_are_served_when_nothing_else_is_left() -> None:
     assert served == [["runs"], [0, 1, 2], [3], ["late"]]
 
 
+def test_late_requests_that_had_to_wait_for_room_are_served_at_once() -> None:
+    """Found: they waited for the next event, and ran though that was their cancellation."""
+    dispatch = ManualDispatch(EarlyDrop, queue_size=1, devices=2, serves_late=True)
+    with dispatch._lock:
+        dispatch.make("runs")
+        late, _ = dispatch.make("late", deadline_ns=dispatch.now_ns)
+    dispatch.settle()
+    assert len(dispatch.launched) == 2
+    late.cancel()
+    while dispatch.launched:
+        dispatch.run(dispatch.launched[0])
+    assert dispatch._era == 0  # the policy was told nothing that is wrong
+    assert (dispatch.stats().cancelled, dispatch.stats().failed) == (1, 0)
+    dispatch.check_empty()
+
+
 def test_a_watch_that_the_policy_fails_on_is_told_once() -> None:
     dispatch = waiting_dispatch(queue_size=9)
     futures = [dispatch.make(item)[0] for item in range(4)]

@@ -287,9 +287,10 @@ class Dispatch(ABC):
 
     def _catch_up(self, now_ns: int) -> None:
         """Queue late requests that are served nevertheless, and those that had no room so far."""
-        while self._late:
-            self._queue(now_ns, self._late.popleft())
-        while self._overflow:
+        while self._late or self._overflow:
+            if self._late:  # also those that were given up as soon as they had room
+                self._queue(now_ns, self._late.popleft())
+                continue
             # In this order an interrupt between any two of them loses no request.
             request = self._overflow[0]
             if not (request.payload.has_room or (self._room and self._take_place())):
