@@ -259,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argument_parser("batching_policies", __doc__, harmless=("worst",))
     parser.add_argument("--quick", action="store_true", help="a smoke run, in seconds")
     parser.add_argument("--policies", nargs="+", choices=MAKERS, default=list(MAKERS))
-    parser.add_argument("--requests", type=int, default=5000, help="in each cell")
+    parser.add_argument("--requests", type=int, default=2500, help="in each cell")
     parser.add_argument("--seeds", type=int, default=1, help="how many")
     parser.add_argument("--jobs", type=int, default=1, help="cells at once")
     parser.add_argument("--worst", type=int, default=10, help="cells of auto to print")
