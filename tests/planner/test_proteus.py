@@ -126,6 +126,14 @@ def test_however_much_is_asked_for_each_family_gets_its_share(headroom: float) -
     assert placement.headroom == pytest.approx(30 / 400)
 
 
+def test_little_demand_has_a_device_beside_far_more_than_can_be_answered() -> None:
+    """Its share of a demand is less than the solver takes for nothing."""
+    options = [option("cats", "c", "gpu", 80, 5), option("dogs", "d", "gpu", 80, 10)]
+    placement = plan_proteus(Problem({"gpu": 3}, options, {"cats": 1e5, "dogs": 1e-3}))
+    assert {group.option.variant: group.devices for group in placement.groups} == {"c": 2, "d": 1}
+    assert placement.headroom == pytest.approx(2 * 5 / 1e5, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("accuracy", "stays"), [(90, True), (89.95, True), (89.5, False), (80, False)]
 )

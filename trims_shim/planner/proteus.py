@@ -152,6 +152,9 @@ class _Model:
             terms = self._flows_of(family)
             programme.row(terms, upper=demand_qps[family])
             programme.row({**terms, share: -most * demand_qps[family]}, lower=0)
+            # Otherwise a share below the solver's tolerance is met by no device.
+            counts = {self._counts[i]: 1.0 for i, _ in problem.of_family(family)}
+            programme.row({**counts, share: -1.0}, lower=0)
         whole: dict[int, float] = {share: 1.0}
         reached = self.solved(whole, gap=_HAIR).goal
         self.keep(whole, reached)
