@@ -134,6 +134,13 @@ def test_little_demand_has_a_device_beside_far_more_than_can_be_answered() -> No
     assert placement.headroom == pytest.approx(2 * 5 / 1e5, rel=1e-4)
 
 
+def test_little_demand_is_answered_beside_far_more_than_can_be() -> None:
+    """All of it is less than the solver's tolerance in the sum of all requests."""
+    options = [option("cats", "c", "gpu", 80, 1e5), option("dogs", "d", "gpu", 80, 10)]
+    placement = plan_proteus(Problem({"gpu": 3}, options, {"cats": 1e7, "dogs": 0.1}))
+    assert placement.served == pytest.approx({"cats": 2e5 / 1e7, "dogs": 1.0})
+
+
 @pytest.mark.parametrize(
     ("accuracy", "stays"), [(90, True), (89.95, True), (89.5, False), (80, False)]
 )

@@ -92,14 +92,28 @@ def plan_proteus(
 
 
 def _of_demand(groups: list[Group], problem: Problem) -> Iterator[Group]:
-    """Scale what was planned for the headroom down to the demand, where that is exceeded."""
+    """Scale what was planned for the headroom down to the demand, where that is exceeded.
+
+    Where less is planned, groups take more as far as they have room: beside a far larger demand,
+    all of a family's may be next to nothing for the solver.
+    """
     planned = dict.fromkeys(problem.demand_qps, 0.0)
+    room = dict.fromkeys(problem.demand_qps, 0.0)
     for group in groups:
         planned[group.option.family] += group.planned_qps
+        room[group.option.family] += _room_qps(group)
     for group in groups:
-        family = group.option.family
-        scale = max(1.0, planned[family] / problem.demand_qps[family])
-        yield replace(group, planned_qps=group.planned_qps / scale)
+        family, qps = group.option.family, group.planned_qps
+        missing = problem.demand_qps[family] - planned[family]
+        if missing <= 0:
+            qps *= problem.demand_qps[family] / planned[family]
+        elif room[family] > 0:
+            qps += _room_qps(group) * min(1.0, missing / room[family])
+        yield replace(group, planned_qps=qps)
+
+
+def _room_qps(group: Group) -> float:
+    return group.devices * group.option.peak_qps - group.planned_qps
 
 
 class _Model:
