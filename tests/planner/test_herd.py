@@ -148,6 +148,17 @@ def test_a_stream_that_is_hardly_used_has_a_device(*, of_paper: bool) -> None:
     ]
 
 
+@pytest.mark.parametrize(("of_paper", "sizes"), [(False, (6, 2)), (True, (7, 1))])
+@pytest.mark.parametrize("qps", [1.0, 1e-6, 1e-10])
+def test_plans_for_streams_that_are_all_hardly_used_are_as_good(
+    qps: float, *, of_paper: bool, sizes: tuple[int, int]
+) -> None:
+    """It is the programme's scale that matters to the solver."""
+    streams = {"one": Stream("a", 4 * qps), "other": Stream("b", qps)}
+    plan = plan_herd(streams, MODELS, devices=8, memory_bytes=8, groups=2, of_paper=of_paper)
+    assert tuple(group.devices for group in plan.groups) == sizes
+
+
 def test_an_overload_is_planned_for_as_well() -> None:
     streams = {"one": Stream("a", 40), "two": Stream("c", 80)}  # four devices, and two
     plan = plan_herd(streams, MODELS, devices=3, memory_bytes=20, groups=2)

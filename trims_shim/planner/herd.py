@@ -264,9 +264,12 @@ class _Herd:
         self._place()
 
     def tolerance(self) -> dict[int, float]:
-        """Add the least burst tolerance of all streams; return it as a goal."""
+        """Add the least burst tolerance of all streams; return it as a goal.
+
+        It is multiplied by what the neediest stream needs: the solver takes tiny factors for none.
+        """
         programme, largest = self._programme, float(self._limits.largest)
-        least = programme.variable()
+        least, most = programme.variable(), max(self._largest)
         for unit, joins in enumerate(self._joins):
             rooms = []
             for join, size in zip(joins, self._sizes, strict=True):
@@ -274,22 +277,24 @@ class _Herd:
                 programme.row({room: 1.0, size: -1.0}, upper=0)
                 programme.row({room: 1.0, join: -largest}, upper=0)
                 rooms.append(room)
-            programme.row({**dict.fromkeys(rooms, 1.0), least: -self._largest[unit]}, lower=0)
+            share = self._largest[unit] / most
+            programme.row({**dict.fromkeys(rooms, 1.0), least: -share}, lower=0)
         return {least: 1.0}
 
     def require(self, slack: float) -> None:
         """Require that every group has so much slack."""
-        programme = self._programme
+        programme, most = self._programme, max(self._needed)
         for group, size in enumerate(self._sizes):
             needed = {
-                joins[group]: each for joins, each in zip(self._joins, self._needed, strict=True)
+                joins[group]: each / most
+                for joins, each in zip(self._joins, self._needed, strict=True)
             }
             choices = [programme.variable(upper=1, is_integer=True) for _ in self._possible]
             programme.row(dict.fromkeys(choices, 1.0), lower=1, upper=1)
             count = {choice: -float(n) for choice, n in zip(choices, self._possible, strict=True)}
             programme.row({**count, size: 1.0}, lower=0)
             room = {
-                choice: -_most_needed(n, slack)
+                choice: -_most_needed(n, slack) / most
                 for choice, n in zip(choices, self._possible, strict=True)
             }
             programme.row({**needed, **room}, upper=0)
@@ -363,4 +368,6 @@ def _most_needed(devices: int, slack: float) -> float:
     """What streams may need at most, so that a group of so many devices has this slack."""
     if not devices:
         return 0.0
-    return ((math.sqrt(slack * slack + 4 * devices) - slack) / 2) ** 2
+    root = math.sqrt(slack * slack + 4 * devices)
+    # Both are the same; one of them is a difference of numbers that may be almost equal.
+    return ((root - slack) / 2 if slack < 0 else 2 * devices / (root + slack)) ** 2
