@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from random import Random
 
@@ -126,6 +127,12 @@ def test_the_first_allocation_fits_and_is_complete(seed: int) -> None:
         (
             lambda: Problem([Device("cpu:0", 1), Device("cpu:1", 2)], {"a": member()}),
             "pool 'cpu' have different memory",
+        ),
+        (lambda: Problem([Device("gpu", -1)], {"a": member()}), "'gpu' has -1 bytes"),
+        (lambda: Problem([Device("gpu", math.nan)], {"a": member()}), "'gpu' has nan bytes"),  # type: ignore[arg-type]
+        (
+            lambda: Problem(gpus(1), {"a": MemberProfile({"gpu": Footprint(1, 1, -1)})}),
+            "'a' on gpu has .*sample_bytes=-1",
         ),
     ],
 )

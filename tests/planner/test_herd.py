@@ -20,6 +20,8 @@ MODELS = {
     "c": HostedModel(40, 8, affinity="other"),
 }
 
+STREAM = {"one": Stream("a", 1)}
+
 
 def needed(stream: Stream) -> float:
     return stream.rate_qps / MODELS[stream.model].throughput_qps
@@ -195,11 +197,16 @@ def test_no_streams_need_no_groups() -> None:
         ({"devices": 0}, "devices is 0"),
         ({"groups": 0}, "groups is 0"),
         ({"largest": 0}, "largest is 0"),
+        ({"memory_bytes": -1}, "memory_bytes is -1"),
+        ({"memory_bytes": math.nan}, "memory_bytes is nan"),
         ({"streams": {"x": Stream("z", 1)}}, "'x' asks for 'z', which is no model"),
         ({"streams": {"x": Stream("a", 0)}}, "'x' has a rate of 0"),
         ({"streams": {"x": Stream("a", 5e-324)}}, "'x' has a rate of 5e-324"),
         ({"models": {"a": HostedModel(0, 1)}}, "'a' has a throughput of 0"),
         ({"models": {"a": HostedModel(1, -1)}}, "'a' needs -1 bytes"),
+        ({"models": {"a": HostedModel(1, math.nan)}}, "'a' needs nan bytes"),
+        ({"streams": STREAM, "gap": math.nan}, "gap is nan"),
+        ({"streams": STREAM, "time_limit_s": 0}, "time_limit_s is 0"),
     ],
 )
 def test_nonsense_is_refused(options, message: str) -> None:  # type: ignore[no-untyped-def]

@@ -24,10 +24,16 @@ def test_an_option_that_is_too_slow_is_none() -> None:
     assert Option("cats", "large", "gpu", 90, profile).within(slo_ms=20) is None
 
 
+def test_an_objective_is_a_number() -> None:
+    with pytest.raises(ValueError, match="slo_ms is nan"):
+        CAT.within(slo_ms=float("nan"))
+
+
 @pytest.mark.parametrize(
     ("devices", "options", "demand_qps", "message"),
     [
         ({"gpu": -1}, [], {}, "-1 devices of the kind 'gpu'"),
+        ({"gpu": float("nan")}, [], {}, "nan devices of the kind 'gpu'"),
         ({"gpu": 1}, [], {"cats": -1}, "demand of -1 requests a second for 'cats'"),
         ({"gpu": 1}, [], {"cats": float("nan")}, "demand of nan"),
         ({"cpu": 1}, [CAT], {}, "large on gpu: there is no such kind"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import multiprocessing
 import signal
 import subprocess
@@ -180,9 +181,21 @@ def test_a_family_without_options_is_named() -> None:
         plan_proteus(problem)
 
 
-def test_a_headroom_is_positive() -> None:
-    with pytest.raises(ValueError, match="headroom of 0 is not positive"):
-        plan_proteus(Problem({}, [], {}), headroom=0)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"headroom": 0.0}, "headroom of 0.0 is not positive"),
+        ({"headroom": math.inf}, "headroom of inf is not positive, or too large"),
+        ({"gap": -1.0}, "gap is -1.0; it has to be 0 or more"),
+        ({"gap": math.nan}, "gap is nan"),
+        ({"time_limit_s": 0.0}, "time_limit_s is 0.0; it has to be more than 0"),
+        ({"time_limit_s": math.nan}, "time_limit_s is nan"),
+    ],
+)
+def test_nonsense_is_refused(arguments: dict[str, float], message: str) -> None:
+    problem = Problem({"gpu": 1}, [option("cats", "c", "gpu", 80, 10)], {"cats": 1.0})
+    with pytest.raises(ValueError, match=message):
+        plan_proteus(problem, **arguments)  # type: ignore[arg-type]
 
 
 def test_without_a_solver_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

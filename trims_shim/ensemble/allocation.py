@@ -14,7 +14,7 @@ ensembles of deep neural networks" (2022, arXiv:2208.14049), section 2.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.errors import PlanningError
@@ -94,13 +94,19 @@ class Problem:
     def __post_init__(self) -> None:
         if not self.devices or not self.members or not self.batch_sizes:
             raise ValueError("an allocation needs a device, a member and a batch size")
-        if min(self.batch_sizes) < 1:
+        if not all(size >= 1 for size in self.batch_sizes):
             raise ValueError(f"batch_sizes is {list(self.batch_sizes)}; sizes from 1 on are needed")
         names = [device.name for device in self.devices]
         if len(set(names)) < len(names):
             raise ValueError(f"a device is given twice: {', '.join(names)}")
+        for name, profile in self.members.items():
+            for kind, footprint in profile.footprints.items():
+                if not all(size >= 0 for size in astuple(footprint)):
+                    raise ValueError(f"member {name!r} on {kind} has {footprint}")
         pools: dict[str, int] = {}
         for device in self.devices:
+            if not device.memory_bytes >= 0:
+                raise ValueError(f"device {device.name!r} has {device.memory_bytes} bytes")
             if pools.setdefault(device.pool, device.memory_bytes) != device.memory_bytes:
                 raise ValueError(f"devices of the pool {device.pool!r} have different memory")
 

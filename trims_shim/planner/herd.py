@@ -115,9 +115,11 @@ def plan_herd(
     ``gap`` is how much of the tolerance may be lost to find a plan sooner. The search ends after
     about twice ``time_limit_s`` with the best plan so far. Raises PlanningError if the models do
     not fit, if no plan is found in time, and without highspy; ValueError for numbers that are not
-    positive and for unknown models.
+    positive (memory and ``gap`` may be 0) and for unknown models.
     """
     _check(streams, models, devices, groups, largest)
+    if not memory_bytes >= 0:
+        raise ValueError(f"memory_bytes is {memory_bytes}; it has to be 0 or more")
     for name, stream in streams.items():
         if models[stream.model].memory_bytes > memory_bytes:
             raise PlanningError(
@@ -207,12 +209,12 @@ def _check(
     largest: int | None,
 ) -> None:
     for name, number in (("devices", devices), ("groups", groups), ("largest", largest)):
-        if number is not None and number < 1:
+        if number is not None and not number >= 1:
             raise ValueError(f"{name} is {number}; at least one is needed")
     for name, model in models.items():
         if not 0 < model.throughput_qps < math.inf:
             raise ValueError(f"{name!r} has a throughput of {model.throughput_qps}")
-        if model.memory_bytes < 0:
+        if not model.memory_bytes >= 0:
             raise ValueError(f"{name!r} needs {model.memory_bytes} bytes")
     for name, stream in streams.items():
         if stream.model not in models:

@@ -47,7 +47,12 @@ class Option:
         return self.profile.best_rate() * _NS_PER_S
 
     def within(self, slo_ms: float) -> Option | None:
-        """The same with the batch sizes that take less than half of ``slo_ms``; None for none."""
+        """The same with the batch sizes that take less than half of ``slo_ms``; None for none.
+
+        Raises ValueError for a ``slo_ms`` that is not a number.
+        """
+        if math.isnan(slo_ms):
+            raise ValueError(f"slo_ms is {slo_ms}")
         budget_ns = _SHARE_OF_SLO * slo_ms * _NS_PER_MS
         limit = self.profile.max_batch_size
         largest = self.profile.largest_within(math.nextafter(budget_ns, 0), limit)
@@ -66,7 +71,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         for kind, count in self.devices.items():
-            if count < 0:
+            if not count >= 0:
                 raise ValueError(f"{count} devices of the kind {kind!r}")
         for family, qps in self.demand_qps.items():
             if not 0 <= qps < math.inf:

@@ -73,8 +73,14 @@ class Programme:
         ``start`` is a solution of this programme for another goal, before variables were added:
         one with its integers is found soon, and kept if there is no time for a better one. When the
         time is up, it is the best one found so far. Raises OutOfTime if none was;
-        PlanningError without highspy, and if the solver gives up.
+        PlanningError without highspy, and if the solver gives up; ValueError for a gap below 0, and
+        no time.
         """
+        # HiGHS would take its own for what makes no sense.
+        if not gap >= 0:
+            raise ValueError(f"gap is {gap}; it has to be 0 or more")
+        if not time_limit_s > 0:
+            raise ValueError(f"time_limit_s is {time_limit_s}; it has to be more than 0")
         highspy, make_solver = _highs()
         solver = make_solver()
         solver.setOptionValue("mip_rel_gap", gap)

@@ -23,6 +23,7 @@ A plan that replaces another one also counts the devices that change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -62,10 +63,10 @@ def plan_proteus(
     something. ``gap`` is how much of the accuracy, relatively, may be lost to find a plan sooner or
     to change less; each of up to five programmes takes at most ``time_limit_s``. Raises
     PlanningError if a family has no option, if no plan is found in time, and without highspy;
-    ValueError for a headroom that is not positive.
+    ValueError for a headroom or time limit that is not positive, and a gap below 0.
     """
-    if not headroom > 0:
-        raise ValueError(f"a headroom of {headroom} is not positive")
+    if not 0 < headroom < math.inf:
+        raise ValueError(f"a headroom of {headroom} is not positive, or too large")
     for family in problem.families:
         if not any(problem.of_family(family)):
             raise PlanningError(
