@@ -93,6 +93,12 @@ def test_weights_count_once_in_a_pool_and_workers_each() -> None:
     assert problem.room_bytes(Allocation(((8,), (8,)))) == {"gpu:0": 5 * GB, "gpu:1": 5 * GB}
 
 
+def test_a_member_that_finds_its_only_place_taken_is_placed_first() -> None:
+    devices = [Device("cpu", 15 * GB), *gpus(1, 12)]
+    members = {"any": member(9, kinds=("cpu", "gpu")), "cpu": member(8, kinds=("cpu",))}
+    assert first(Problem(devices, members)).batch_sizes == ((0, 8), (8, 0))
+
+
 def test_no_room_names_the_member_and_what_is_left() -> None:
     members = {"first": member(12), "second": member(9)}
     with pytest.raises(PlanningError, match=r"'second' .* 9 GB on gpu:0, .* 4 GB on gpu:0 left"):

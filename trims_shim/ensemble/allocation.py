@@ -184,15 +184,34 @@ class Allocation:
 def worst_fit_decreasing(problem: Problem) -> Allocation:
     """One worker for each member: large members first, each where most memory is left.
 
-    All have the problem's first batch size. Raises PlanningError if a member finds no room.
+    All have the problem's first batch size. Where a member finds no room, all are placed anew after
+    that one, as others may have taken the only place that it has. Raises PlanningError if there
+    still is a member without room.
 
-    Source: Algorithm 1.
+    Source: Algorithm 1, which gives up at once.
     """
+    order = sorted(problem.members, key=lambda name: -_largest_bytes(problem, name))
+    errors: list[PlanningError] = []
+    for _ in range(1 + len(order)):
+        allocation, homeless = _dealt(problem, order)
+        if homeless is None:
+            return allocation
+        errors.append(_no_room(problem, allocation, homeless))
+        order.remove(homeless)
+        order.insert(0, homeless)
+    raise errors[0]
+
+
+def _dealt(problem: Problem, order: Sequence[str]) -> tuple[Allocation, str | None]:
+    """Place members in this order, until one finds no room; return that one, too."""
     allocation = Allocation.none(problem)
     names = list(problem.members)
-    for name in sorted(names, key=lambda name: -_largest_bytes(problem, name)):
-        allocation = _placed(problem, allocation, names.index(name))
-    return allocation
+    for name in order:
+        placed = _placed(problem, allocation, names.index(name))
+        if placed is None:
+            return allocation, name
+        allocation = placed
+    return allocation, None
 
 
 def _largest_bytes(problem: Problem, name: str) -> int:
@@ -201,7 +220,7 @@ def _largest_bytes(problem: Problem, name: str) -> int:
     return max((each.weights_bytes + each.worker(size) for each in footprints), default=0)
 
 
-def _placed(problem: Problem, before: Allocation, member: int) -> Allocation:
+def _placed(problem: Problem, before: Allocation, member: int) -> Allocation | None:
     found: list[tuple[bool, int, int, int, Allocation]] = []
     room = problem.room_bytes(before)
     for index, device in enumerate(problem.devices):
@@ -210,9 +229,7 @@ def _placed(problem: Problem, before: Allocation, member: int) -> Allocation:
             room_bytes = room[device.pool]
             workers = sum(map(bool, before.batch_sizes[index]))
             found.append((device.is_reserve, -room_bytes, workers, index, allocation))
-    if not found:
-        raise _no_room(problem, before, list(problem.members)[member])
-    return min(found, key=lambda each: each[:-1])[-1]
+    return min(found, key=lambda each: each[:-1])[-1] if found else None
 
 
 def _no_room(problem: Problem, before: Allocation, name: str) -> PlanningError:
