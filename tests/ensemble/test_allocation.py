@@ -103,6 +103,8 @@ def test_no_room_names_the_member_and_what_is_left() -> None:
     members = {"first": member(12), "second": member(9)}
     with pytest.raises(PlanningError, match=r"'second' .* 9 GB on gpu:0, .* 4 GB on gpu:0 left"):
         first(Problem(gpus(1), members))
+    with pytest.raises(PlanningError, match=r"for batches of 32 it needs 33 GB .* smaller batches"):
+        first(Problem(gpus(1), {"a": member(1, sample_gb=1)}, (32, 8)))
 
 
 def test_no_device_of_a_kind_names_the_kinds() -> None:

@@ -243,8 +243,10 @@ def _no_room(problem: Problem, before: Allocation, name: str) -> PlanningError:
     room = problem.room_bytes(before)
     left = ", ".join(f"{room[each.pool] / 1e9:.3g} GB on {each.name}" for each in usable)
     needed = kinds[usable[0].kind]
-    needed_bytes = needed.weights_bytes + needed.worker(problem.batch_sizes[0])
+    size = problem.batch_sizes[0]
+    needed_bytes = needed.weights_bytes + needed.worker(size)
     return PlanningError(
-        f"member {name!r} finds no room: it needs {needed_bytes / 1e9:.3g} GB on {usable[0].name}, "
-        f"and there are {left} left; give fewer or smaller members, or more devices"
+        f"member {name!r} finds no room: for batches of {size} it needs {needed_bytes / 1e9:.3g} "
+        f"GB on {usable[0].name}, and there are {left} left; give fewer or smaller members, "
+        "smaller batches first, or more devices"
     )
