@@ -72,6 +72,12 @@ def test_between_bursts_there_may_be_nothing() -> None:
     assert 5000 / (times_ns[-1] / S) == pytest.approx(100, rel=0.3)
 
 
+@pytest.mark.parametrize("make", [uniform, lambda qps: poisson(qps, Random(1))])
+def test_what_hardly_ever_comes_does_not_come(make: Callable[[float], Iterator[int]]) -> None:
+    """In 1e300 seconds and more: nanoseconds that no number can hold."""
+    assert not list(requests(make(1e-305), slo_ms=1, duration_s=60))
+
+
 @pytest.mark.parametrize(
     "make",
     [

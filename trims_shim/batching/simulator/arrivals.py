@@ -29,7 +29,7 @@ _NS_PER_S = 1_000_000_000
 def uniform(rate_qps: float) -> Iterator[int]:
     """Arrivals with equal gaps; the first after one gap."""
     gap_ns = _NS_PER_S / _positive(rate_qps)
-    return (round(number * gap_ns) for number in count(1))
+    return (_at_most_never(number * gap_ns) for number in count(1))
 
 
 def poisson(rate_qps: float, random: Random) -> Iterator[int]:
@@ -97,7 +97,12 @@ def merged(*streams: Iterable[Request]) -> Iterator[Request]:
 
 
 def _renewals(gaps_s: Iterable[float]) -> Iterator[int]:
-    return (round(time_s * _NS_PER_S) for time_s in accumulate(gaps_s))
+    return (_at_most_never(time_s * _NS_PER_S) for time_s in accumulate(gaps_s))
+
+
+def _at_most_never(time_ns: float) -> int:
+    """Gaps of a very low rate may add up to infinity."""
+    return round(min(time_ns, NEVER_NS))
 
 
 def _modulated(
