@@ -630,6 +630,15 @@ def test_plots_are_pictures(what: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert printed.err == ("[1/1] immediate\n" if what == "load" else "")
 
 
+def test_a_line_of_one_point_is_seen(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.svg"
+    words = ["--line", "2,20", "--max-batch-size", "1", "-o", str(path)]
+    assert main(["batch", "plot", "profile", *words]) == Exit.OK
+    picture = path.read_text(encoding="utf-8")
+    assert "fill: #1f77b4" in picture  # a marker of the first line; lines have only a stroke
+
+
 def test_data_of_plots(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SMALL, "--policy", "early_drop"]
     latency, rate = run_json("plot", "profile", *LINE, capsys=capsys)["panels"]

@@ -83,7 +83,8 @@ def _draw(drawing: Drawing, path: str) -> None:
     all_axes = figure.subplots(1, len(drawing.panels), squeeze=False)[0]
     for axes, panel in zip(all_axes, drawing.panels, strict=True):
         for line in panel.lines:
-            axes.plot(line.x, line.y, label=_plain(line.name))
+            marker = "o" if len(line.x) == 1 else ""  # a line of one point is not seen
+            axes.plot(line.x, line.y, marker=marker, label=_plain(line.name))
         axes.set_xlabel(panel.x_label)
         axes.set_ylabel(panel.y_label)
         axes.set_ylim(bottom=0, top=1 if panel.is_share else None)
