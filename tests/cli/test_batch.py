@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
@@ -637,6 +638,15 @@ def test_a_line_of_one_point_is_seen(tmp_path: Path) -> None:
     assert main(["batch", "plot", "profile", *words]) == Exit.OK
     picture = path.read_text(encoding="utf-8")
     assert "fill: #1f77b4" in picture  # a marker of the first line; lines have only a stroke
+
+
+def test_more_lines_than_there_are_colours_can_be_told_apart(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.svg"
+    policies = [["--policy", f"window:wait_ms={wait_ms}"] for wait_ms in range(1, 12)]
+    words = [*SMALL, "-o", str(path), *itertools.chain(*policies)]
+    assert main(["batch", "plot", "latency", *words]) == Exit.OK
+    assert "stroke-dasharray" in path.read_text(encoding="utf-8")
 
 
 def test_data_of_plots(capsys: pytest.CaptureFixture[str]) -> None:

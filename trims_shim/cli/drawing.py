@@ -18,6 +18,9 @@ from trims_shim.errors import ConfigError, TrimsError
 __all__ = ["Drawing", "Line", "Panel", "show"]
 
 _SUFFIXES = (".png", ".svg", ".pdf")
+_COLOURS = 10
+"""Of matplotlib; further lines have them again, in another style."""
+_STYLES = ("-", "--", "-.", ":")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +85,17 @@ def _draw(drawing: Drawing, path: str) -> None:
     figure.suptitle(_plain(drawing.title), fontsize="small")
     all_axes = figure.subplots(1, len(drawing.panels), squeeze=False)[0]
     for axes, panel in zip(all_axes, drawing.panels, strict=True):
-        for line in panel.lines:
+        for number, line in enumerate(panel.lines):
             marker = "o" if len(line.x) == 1 else ""  # a line of one point is not seen
-            axes.plot(line.x, line.y, marker=marker, label=_plain(line.name))
+            style = _STYLES[number // _COLOURS % len(_STYLES)]
+            axes.plot(line.x, line.y, style, marker=marker, label=_plain(line.name))
         axes.set_xlabel(panel.x_label)
         axes.set_ylabel(panel.y_label)
         axes.set_ylim(bottom=0, top=1 if panel.is_share else None)
         axes.grid(alpha=0.3)
-        if len(panel.lines) > 1:
+        if len(panel.lines) > _COLOURS:  # they would cover the lines
+            axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="x-small")
+        elif len(panel.lines) > 1:
             axes.legend()
     picture = io.BytesIO()
     figure.savefig(picture, format=os.path.splitext(path)[1][1:], dpi=150)
