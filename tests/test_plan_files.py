@@ -70,6 +70,7 @@ def test_a_herd(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ("demand_qps = 20", "demand_qps = 20\ndemand = 3", "families.dogs.demand is not known"),
+        ("demand_qps = 20", 'demand_qps = 20\n"a\\nb" = 3', r"families.dogs.a\\nb is not known$"),
         ("{ 1 = 18, 4", "{ 0 = 18, 4", "'0' is no batch size"),
         ("{ 1 = 18, 4", "{ 1 = 18, 65537", "'65537' is no batch size"),
         ("{ 1 = 18, 4", '{ 1 = 18, "\u0664"', "'\u0664' is no batch size"),

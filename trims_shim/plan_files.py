@@ -18,6 +18,7 @@ from trims_shim.config import load_toml
 from trims_shim.errors import FormatError
 from trims_shim.naming import naming
 from trims_shim.planner import HostedModel, Option, Problem, Stream
+from trims_shim.printable import printable
 from trims_shim.suggestions import did_you_mean
 
 __all__ = ["Cluster", "Herd", "read_cluster", "read_herd"]
@@ -170,6 +171,7 @@ class _Table:
         self._known: set[str] = set()
 
     def name(self, key: str) -> str:
+        key = printable(key)  # messages have one line
         return f"{self.where}.{key}" if self.where else key
 
     def items(self) -> Iterator[tuple[str, Any]]:
