@@ -11,12 +11,15 @@ Precedence: ``--trims`` or ``--no-trims``, then TRIMS_ENABLED=0 in the environme
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import secrets
 import shutil
+import stat
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -31,6 +34,8 @@ _SOCKET_DIR_LIMIT = 70
 """Longest directory with which socket names surely fit the kernel's 107 bytes."""
 _IDLE_EXIT_S = "300"
 """The daemon of a test run that was killed exits by itself."""
+_ABANDONED_S = 86_400
+_PREFIX = "trims-pytest-"
 _OUTPUT_KEY = "trims_stats"
 _RUN_DIRECTORY = "_TRIMS_PYTEST_SOCKET_DIR"
 """Names the run to its pytest-xdist workers, which inherit the environment.
@@ -137,7 +142,7 @@ def _choose(config: pytest.Config, source: str) -> _Run:
     elif is_isolated:
         # Made by the daemon's starter: a run that loads nothing leaves nothing.
         base = tempfile.gettempdir()
-        name = f"trims-pytest-{secrets.token_hex(6)}"
+        name = f"{_PREFIX}{secrets.token_hex(6)}"
         directory = os.path.join("/tmp" if len(base + name) >= _SOCKET_DIR_LIMIT else base, name)
     else:
         directory = ""
@@ -231,8 +236,28 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     finally:
         if run.is_directory_ours:
             shutil.rmtree(run.socket_dir, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                _remove_abandoned(os.path.dirname(run.socket_dir))
         _restore(run)
         _deactivate(run)
+
+
+def _remove_abandoned(base: str) -> None:
+    """Remove what runs that were killed have left, a day later, if no daemon is in there."""
+    import fcntl  # on other systems than Linux there is none
+
+    from trims_shim.wire.endpoint import Endpoint
+
+    for entry in os.scandir(base):
+        if not entry.name.startswith(_PREFIX):
+            continue
+        with contextlib.suppress(OSError):
+            status = entry.stat(follow_symlinks=False)
+            is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+            if is_ours and status.st_mtime < time.time() - _ABANDONED_S:
+                with open(Endpoint(entry.path).lock) as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(entry.path)
 
 
 def _stop_daemon(directory: str) -> None:

@@ -5,10 +5,12 @@ The inner suites use safetensors.numpy: importing torch in each would take longe
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +24,7 @@ from safetensors.numpy import save_file
 
 import _trims_pytest as plugin
 from trims_shim.diagnostics import Stats
+from trims_shim.wire.endpoint import Endpoint
 
 pytest_plugins = ("pytester",)
 
@@ -184,6 +187,31 @@ def test_a_run_leaves_the_variables_of_its_environment(
     for name in ours:
         monkeypatch.setenv(name, "7")
     assert not ours & set(plugin._environment(config, run))
+
+
+def test_what_a_killed_run_has_left_goes_a_day_later(
+    pytester: pytest.Pytester,
+) -> None:
+    """Else prepared models would fill the disk. A daemon may be in use all the time."""
+    base = Path(os.environ["TMPDIR"])
+    left, young, held, other = (
+        base / name for name in ("trims-pytest-1", "trims-pytest-2", "trims-pytest-3", "trims")
+    )
+    day_before = time.time() - 86_400 - 60
+    for directory in (left, young, held, other):
+        (directory / "cache").mkdir(parents=True)
+        Path(Endpoint(str(directory)).lock).touch()
+        if directory is not young:
+            os.utime(directory, (day_before, day_before))
+    (base / "trims-pytest-4").symlink_to(other)
+    with open(Endpoint(str(held)).lock) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run(pytester, "--trims", "-k", "small").assert_outcomes(passed=1)
+    kept = sorted(base.glob("trims-pytest-*"))
+    for each in kept:
+        each.rename(base / f"kept-{each.name}")  # nothing of this name may be left by a test
+    assert [each.name[-1] for each in kept] == ["2", "3", "4"]
+    assert (other / "cache").is_dir()
 
 
 def test_which_directory_is_whose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
