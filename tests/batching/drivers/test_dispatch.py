@@ -552,6 +552,36 @@ def test_late_requests_that_are_given_up_while_all_are_cancelled_are_answered_on
     dispatch.check_empty()
 
 
+def interrupting_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next request that is given up is interrupted, when it is counted and not yet told."""
+    opened = Entry.open_gate
+
+    def interrupted(entry: Entry) -> None:
+        monkeypatch.setattr(Entry, "open_gate", opened)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Entry, "open_gate", interrupted)
+
+
+def test_a_request_that_an_interrupted_close_gives_up_ends_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dispatch = ManualDispatch(functools.partial(Window, wait_ms=0))
+    first, _ = dispatch.make(1)
+    second, _ = dispatch.make(2)
+    interrupting_once(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        dispatch.close(cancel=True)
+    dispatch.settle()
+    with pytest.raises(BatcherClosed):
+        second.result(0)
+    dispatch.run(dispatch.launched[0])
+    assert first.result(0) == 1
+    assert not dispatch.launched
+    assert dispatch.stats().failed == 1
+    dispatch.check_empty()
+
+
 def test_who_waits_behind_a_full_queue_is_found_without_looking_at_all() -> None:
     class Long(list[Request]):
         def __contains__(self, request: object) -> bool:

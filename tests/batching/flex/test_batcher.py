@@ -17,6 +17,7 @@ import torch
 from harness import PATIENCE_S, wait_until
 
 from trims_shim.batching.collating.collate import Collate
+from trims_shim.batching.drivers.replies import Entry
 from trims_shim.batching.flex.batcher import FlexBatcher, PreemptionStats
 from trims_shim.batching.flex.dispatch import FlexDispatch, FlexJob
 from trims_shim.batching.flex.exit_points import exit_point
@@ -219,6 +220,34 @@ def test_an_interrupt_while_a_batch_that_was_given_up_is_queued_again_loses_none
     assert not interrupts
     assert scene.long.calls == [["a"], ["a"]]
     scene.batcher.drain(PATIENCE_S)
+
+
+def test_requests_that_an_interrupted_close_gives_up_are_told_that_it_was_closed(
+    make_scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Entry.open_gate
+
+    def interrupted(entry: Entry) -> None:
+        monkeypatch.setattr(Entry, "open_gate", opened)
+        raise KeyboardInterrupt
+
+    scene = make_scene(preemption_factor=None)
+    running = scene.submit("long", "a")
+    scene.long.wait()
+    first = scene.submit("short", 1)
+    others = scene.submit("long", "b", "c")
+    monkeypatch.setattr(Entry, "open_gate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        scene.batcher.close(cancel=True)
+    # The policy after the interrupt runs one of the others, and knows nothing of the first.
+    for closed in (*first, others[1]):
+        with pytest.raises(BatcherClosed):
+            closed.result(PATIENCE_S)
+    scene.long.open(9)
+    assert results([*running, others[0]]) == ["a!", "b!"]
+    scene.batcher.drain(PATIENCE_S)
+    stats = scene.batcher.stats()
+    assert (stats.answered, stats.failed, stats.cancelled) == (2, 2, 0)
 
 
 def test_what_giving_up_costs_is_told(make_scene: Callable[..., Scene]) -> None:

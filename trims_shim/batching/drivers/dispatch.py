@@ -452,7 +452,9 @@ class Dispatch(ABC):
             self._inbox.append(nothing)  # requests behind the full queue get their places
             return
         for request in waiting:
-            self._tell(self._now_ns, request)
+            # Else it is being given up: the event that was interrupted is taken again, and ends it.
+            if not request.payload.has_failed:
+                self._tell(self._now_ns, request)
 
     def _tidy_up(self) -> None:
         """After an interrupt: a job is handed out and its requests leave the queue, or neither."""

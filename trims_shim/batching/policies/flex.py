@@ -365,8 +365,9 @@ class Flex:
             self._preempt_for(event.batch[0].key, now_ns, actions)
 
     def _cancel(self, request: Request) -> None:
-        if self._queue_of(request.key).discard(request):
-            return
+        queue = self._queues.get(request.key)
+        if queue is None or queue.discard(request):
+            return  # or it was never told of it, as after an interrupt
         for reserved in self._reserved.values():
             if request in reserved:
                 reserved.remove(request)
