@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.batching.test_interrupts import interrupted
 from tests.ensemble import members
 from tests.ensemble.members import by, ensemble_of
 from tests.ensemble.test_ensemble import PATIENCE_S, ROWS, is_running, wait_until
@@ -291,6 +293,26 @@ def test_an_interrupt_among_messages_ends_the_ensemble(monkeypatch: pytest.Monke
                 ensemble.submit(ROWS)
         with pytest.raises(EnsembleError, match="was interrupted while it sent samples"):
             ensemble.submit(ROWS).result(PATIENCE_S)
+
+
+def test_an_interrupt_before_samples_are_sent_keeps_nobody_else_waiting() -> None:
+    with ensemble_of(by(members.times, 2.0), max_segments=1) as ensemble:
+        place: str | None = ""
+        for step in itertools.count():
+            place = interrupted(step, lambda: ensemble.submit(ROWS[:8]))
+            found: list[Any] = []
+            other = threading.Thread(
+                target=lambda found: found.append(ensemble.predict(ROWS[:8])),
+                args=(found,),
+                daemon=True,
+            )
+            other.start()
+            other.join(PATIENCE_S)
+            assert np.array_equal(found, [ROWS[:8] * 2]), place
+            if place is None or "buffers.py" in place:
+                break
+        assert place is not None
+        assert step > 10
 
 
 # --- programs -------------------------------------------------------------------------------------

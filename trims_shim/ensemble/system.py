@@ -97,10 +97,13 @@ class System:
         self.counts = {"samples": 0, "batches": 0, "restarts": 0}
         self._combine = combine
         self._segment_size = segment_size
-        self._window = threading.Semaphore(max_segments)
+        self._max_segments = max_segments
+        self._filling: set[object] = set()
+        """One for each segment that is about to be under way."""
         self._buffers = Buffers(max_segments)
         # Reentrant: an ensemble that nobody has any more may be closed wherever the collector runs.
         self._lock = threading.RLock()
+        # Entered by the lock alone: an interrupt within Condition.__enter__ leaves it locked.
         self._changed = threading.Condition(self._lock)
         self._dispatch = Dispatch(len(loads))
         self._segments: dict[int, _Segment] = {}
@@ -140,7 +143,7 @@ class System:
 
     def wait_ready(self) -> None:
         """Wait until all workers have loaded their members. Raises MemberFailed if one cannot."""
-        with self._changed:
+        with self._lock:
             while not all(place.is_ready for place in self._places):
                 self._check()
                 self._changed.wait()
@@ -158,15 +161,16 @@ class System:
         call.future.set_running_or_notify_cancel()
         for position, start in enumerate(range(0, count, self._segment_size)):
             stop = min(count, start + self._segment_size)
-            self._window.acquire()
-            if call.future.done():  # A segment has failed already.
-                self._window.release()
-                return call.future
+            place = object()
             try:
+                self._wait_for_room(place)
+                if call.future.done():  # A segment has failed already.
+                    return call.future
                 self._add(call, position, rows_of(samples, start, stop), stop - start)
-            except BaseException:
-                self._window.release()
-                raise
+            finally:
+                with self._lock:
+                    self._filling.discard(place)
+                    self._changed.notify_all()
         with self._lock:
             call.segments = -(-count // self._segment_size)
         self._finish(call)
@@ -176,7 +180,7 @@ class System:
         """What a worker says of its memory, after the jobs that it has. Raises MemberFailed."""
         deadline_s = time.monotonic() + timeout_s
         name = self._places[place].name
-        with self._changed:
+        with self._lock:
             self._memory.pop(place, None)
             process = self._places[place].process
             if process is not None:
@@ -213,7 +217,7 @@ class System:
         is_own_thread = threading.current_thread() is self._thread
         if wait and is_own_thread:
             raise _own_thread("closed")
-        with self._changed:
+        with self._lock:
             if self._error is None:
                 self._error = EnsembleError("the ensemble is closed; make another one")
             while wait and self._segments and not self._is_ending:
@@ -237,6 +241,13 @@ class System:
             raise EnsembleError("this ensemble belongs to the parent process; make one after forks")
 
     # --- segments ---------------------------------------------------------------------------------
+
+    def _wait_for_room(self, place: object) -> None:
+        # By what there is, not a count, which an interrupt might leave wrong.
+        with self._lock:
+            while len(self._segments) + len(self._filling) >= self._max_segments:
+                self._changed.wait()
+            self._filling.add(place)
 
     def _add(self, call: _Call, position: int, samples: Any, rows: int) -> None:
         buffer, layout = self._buffers.filled(dumped(samples))
@@ -276,10 +287,9 @@ class System:
             process.run(messages.RunJob(job, segment.layout), segment.buffer.descriptor)
 
     def _end(self, number: int) -> _Segment | None:
-        """Forget a segment and free its place in the window; None if it was forgotten before."""
+        """Forget a segment, which makes room for another; None if it was forgotten before."""
         segment = self._segments.pop(number, None)
         if segment is not None:
-            self._window.release()
             self._changed.notify_all()
         return segment
 
@@ -351,7 +361,7 @@ class System:
             _logger.exception("the ensemble stops")
             with self._lock:
                 self._error = self._error or EnsembleError(f"the ensemble has failed: {error!r}")
-        with self._changed:
+        with self._lock:
             self._is_ending = True
             for number in list(self._segments):
                 self._fail(number, self._error or EnsembleError("the ensemble is closed"))
@@ -373,7 +383,7 @@ class System:
 
     def _told(self, number: int, message: object) -> None:
         place = self._places[number]
-        with self._changed:
+        with self._lock:
             if isinstance(message, messages.Ready):
                 place.is_ready = True
                 self._dispatch.add_worker(number, member=place.member, batch_size=place.batch_size)
@@ -411,7 +421,7 @@ class System:
         what = "could not be loaded" if job is None else f"failed on {job.stop - job.start} samples"
         error = MemberFailed(f"member {place.name!r} {what} on {place.device}: {message.summary}")
         error.__cause__ = WorkerTraceback(message.traceback)
-        with self._changed:
+        with self._lock:
             if job is None:
                 place.restarts = 0  # it would fail again
                 self._load_errors[number] = error
@@ -424,7 +434,7 @@ class System:
 
     def _died(self, number: int) -> None:
         place = self._places[number]
-        with self._changed:
+        with self._lock:
             how = self._crew.bury(number)
             error = self._load_errors.pop(number, None) or MemberFailed(
                 f"the worker of member {place.name!r} on {place.device} {how}"
