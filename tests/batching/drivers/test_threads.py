@@ -684,6 +684,27 @@ def test_closing_ends_the_workers() -> None:
     wait_until(lambda: batch_threads() <= before, "the end of the worker")
 
 
+def test_closing_ends_a_worker_that_an_interrupt_left_without_a_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = batch_threads()
+    batcher = greedy(runners)
+    batcher.submit(1).result(LONG_S)
+    batcher.drain(LONG_S)
+    free_worker = threads.ThreadDispatch._free_worker
+
+    def interrupted(dispatch: threads.ThreadDispatch) -> Any:
+        monkeypatch.setattr(threads.ThreadDispatch, "_free_worker", free_worker)
+        free_worker(dispatch)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threads.ThreadDispatch, "_free_worker", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        batcher.submit(2)
+    batcher.close(timeout_s=LONG_S)
+    assert batch_threads() <= before
+
+
 def test_no_more_workers_than_devices() -> None:
     gate = Gate()
     before = batch_threads()

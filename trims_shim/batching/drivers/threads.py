@@ -215,7 +215,8 @@ class ThreadDispatch(Dispatch):
 
     def rest(self) -> None:
         """See :class:`Dispatch`."""
-        _wake_all(list(self._idle))
+        # Not only those in `_idle`: an interrupt may have left one in neither that nor a job.
+        _wake_all(list(self._seats.values()))
 
     def workers(self) -> list[threading.Thread]:
         """See :class:`Dispatch`."""
