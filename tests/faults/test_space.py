@@ -368,6 +368,36 @@ def test_the_client_is_out_of_descriptors(running: World, spare: int) -> None:
         assert "right" not in words
 
 
+def test_the_client_has_no_room_for_a_segment(running: World) -> None:
+    """On a connection that is there: our error, and what it has mapped stays leased."""
+    paths = [running.file(1), running.file(2)]
+    running.run(f"open_file({paths[1]!r})\n")
+    child = running.spawn(
+        "import resource\n"
+        f"kept, path = open_file({paths[0]!r}), {paths[1]!r}\n"
+        "f = os.open(path, os.O_RDONLY)\n"
+        "soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "lowest = os.dup(f); os.close(lowest)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))\n"
+        "try: cache().open(f, name=path, min_bytes=1)\n"
+        "except errors.TrimsError as error: reason = error.reason\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))\n"
+        "say(reason); hear()\n"
+        "say(data(cache().open(f, name=path, min_bytes=1)) == os.pread(f, 1 << 30, 0)); hear()\n"
+    )
+    assert child.hear() == "daemon_unavailable"
+    wait_until(
+        lambda: (
+            [each.leases for each in running.status().images if paths[0] in each.names] == [1]
+            and sum(each.leases for each in running.status().images) == 1
+        ),
+        "one lease",
+        timeout_s=5,
+    )
+    child.say()
+    assert child.hear() is True
+
+
 def test_the_client_has_no_address_space(running: World) -> None:
     """RLIMIT_AS: the mapping fails with our error, and the lease is given back."""
     path = running.sparse_file(200 * MIB)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import errno
 import itertools
 import os
 import socket
@@ -541,7 +542,9 @@ def _part_count(reply: Any, tier: str) -> int:
 
 
 def _lost(error: OSError) -> DaemonUnavailable:
-    """Make the error for an unusable connection; DaemonDied only if the daemon has ended it."""
+    """Make the error for a connection that fails; DaemonDied only if the daemon has ended it."""
+    if error.errno == errno.EMFILE:
+        return DaemonUnavailable(f"this process has too few descriptors left: {error}")
     kind = DaemonDied if isinstance(error, ConnectionError) else DaemonUnavailable
     return kind(f"the daemon has closed the connection: {error}")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -102,7 +103,8 @@ def receive(
     """Return the next packet, or None when the peer has closed.
 
     Raises WireError for a packet that is too long, malformed or carries more than one descriptor
-    (its descriptors are closed, by ``discard`` if given), OSError of the socket.
+    (its descriptors are closed, by ``discard`` if given), OSError of the socket, or with EMFILE
+    where this process has no room for its descriptor.
     """
     received: list[tuple[bytes, list[tuple[int, int, bytes]], int, Any]] = []
     arguments = ((HANDOVER_PACKET_LIMIT_BYTES,), (_ANCILLARY_BYTES,), (socket.MSG_CMSG_CLOEXEC,))
@@ -157,6 +159,8 @@ def _packet(
     descriptors = _descriptors(ancillary)
     if not data and not descriptors:
         return None
+    if message_flags & socket.MSG_CTRUNC and not descriptors:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     if message_flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         raise MalformedMessage("handover packet is too long or carries too many descriptors")
     if len(descriptors) > 1:
