@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from trims_shim.errors import PlanningError
 from trims_shim.planner import HerdPlan, HostedModel, Stream, herd, plan_herd
-from trims_shim.planner.programme import Programme
+from trims_shim.planner.programme import OutOfTime, Programme, Solution
 
 MODELS = {
     "a": HostedModel(10, 4),
@@ -114,13 +115,41 @@ def test_small_groups_get_more_than_their_share() -> None:
     assert {group.streams: group.devices for group in plan.groups} == {("many",): 7, ("few",): 3}
 
 
-def test_of_plans_of_equal_slack_it_is_the_most_tolerant() -> None:
-    """Groups of 5 and 2 devices have no more slack, and one has no room for a burst."""
+@pytest.mark.parametrize(("rates", "devices"), [((20, 20, 20), 7), ((60, 40, 20), 13)])
+def test_of_plans_of_equal_slack_it_is_the_most_tolerant(
+    rates: tuple[int, ...], devices: int
+) -> None:
+    """Other groups have no more slack, and one of them has no room for a burst."""
     models = {name: HostedModel(10, 4) for name in "abc"}
-    streams = {name: Stream(name, 20) for name in models}
-    plan = plan_herd(streams, models, devices=7, memory_bytes=8, groups=2)
+    streams = {name: Stream(name, rate) for name, rate in zip("abc", rates, strict=True)}
+    plan = plan_herd(streams, models, devices=devices, memory_bytes=8, groups=2)
     assert plan.slack == 0
     assert plan.burst_tolerance == 1.5
+
+
+def test_a_little_slack_is_given_for_a_more_tolerant_plan() -> None:
+    """Groups of 43 and 28 devices have the most."""
+    models = {name: HostedModel(10, 4) for name in "abc"}
+    streams = {name: Stream(name, 50) for name in models}
+    plan = plan_herd(streams, models, devices=71, memory_bytes=8, groups=2)
+    assert sorted(group.devices for group in plan.groups) == [29, 42]
+
+
+def test_when_the_time_is_up_it_is_the_best_plan_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = {"many": Stream("a", 40), "few": Stream("c", 40)}
+    limits = {"devices": 10, "memory_bytes": 20, "groups": 2}
+    of_paper = plan_herd(streams, MODELS, of_paper=True, **limits)
+
+    class Late(Programme):
+        def maximise(self, goal: Mapping[int, float], **options: Any) -> Solution | None:
+            if made:
+                raise OutOfTime
+            made.append(goal)
+            return super().maximise(goal, **options)
+
+    made: list[Mapping[int, float]] = []
+    monkeypatch.setattr(herd, "Programme", Late)
+    assert plan_herd(streams, MODELS, **limits) == of_paper
 
 
 def test_the_papers_groups_leave_others_without_room() -> None:
@@ -139,6 +168,13 @@ def test_streams_that_no_group_can_take_together_are_divided() -> None:
     assert len(plan.groups) > 1
 
 
+def test_streams_that_just_fill_a_group_stay_together() -> None:
+    """Apart they would have more slack; but requests for a model share batches."""
+    streams = {f"s{i}": Stream("a", 20) for i in range(2)}  # two devices each
+    plan = plan_herd(streams, MODELS, devices=8, memory_bytes=4, groups=2, largest=4)
+    assert [group.devices for group in plan.groups] == [4]
+
+
 @pytest.mark.parametrize("of_paper", [False, True])
 def test_a_stream_that_is_hardly_used_has_a_device(*, of_paper: bool) -> None:
     """What it needs is less than the solver takes for nothing."""
@@ -151,7 +187,7 @@ def test_a_stream_that_is_hardly_used_has_a_device(*, of_paper: bool) -> None:
 
 
 @pytest.mark.parametrize(("of_paper", "sizes"), [(False, (6, 2)), (True, (7, 1))])
-@pytest.mark.parametrize("qps", [1.0, 1e-6, 1e-10])
+@pytest.mark.parametrize("qps", [1.0, 1e-6, 1e-10, 1e-16])
 def test_plans_for_streams_that_are_all_hardly_used_are_as_good(
     qps: float, *, of_paper: bool, sizes: tuple[int, int]
 ) -> None:
@@ -176,6 +212,12 @@ def test_an_overload_is_shared_by_groups() -> None:
     assert plan.slack == pytest.approx(-1 / math.sqrt(2))
 
 
+def test_however_large_an_overload_is_groups_share_it() -> None:
+    streams = {"one": Stream("a", 8e18), "two": Stream("b", 4e18)}
+    plan = plan_herd(streams, MODELS, devices=6, memory_bytes=8, groups=2)
+    assert [group.devices for group in plan.groups] == [5, 1]
+
+
 def test_a_model_that_fits_nowhere_is_named() -> None:
     with pytest.raises(PlanningError, match="'b', which 'big' asks for, needs more memory"):
         plan_herd({"big": Stream("b", 1)}, MODELS, devices=1, memory_bytes=5, groups=1)
@@ -188,7 +230,14 @@ def test_groups_that_have_no_device_each_are_no_room() -> None:
 
 
 def test_no_streams_need_no_groups() -> None:
-    assert plan_herd({}, MODELS, devices=1, memory_bytes=5, groups=1).groups == ()
+    plan = plan_herd({}, MODELS, devices=1, memory_bytes=5, groups=1)
+    assert (plan.groups, plan.burst_tolerance, plan.slack) == ((), math.inf, math.inf)
+
+
+def test_a_model_may_need_no_memory_and_devices_have_none() -> None:
+    models = {"a": HostedModel(10, 0)}
+    plan = plan_herd({"one": Stream("a", 5)}, models, devices=1, memory_bytes=0, groups=1)
+    assert plan.burst_tolerance == 2
 
 
 @pytest.mark.parametrize(
@@ -203,6 +252,7 @@ def test_no_streams_need_no_groups() -> None:
         ({"streams": {"x": Stream("a", 0)}}, "'x' has a rate of 0"),
         ({"streams": {"x": Stream("a", 5e-324)}}, "'x' has a rate of 5e-324"),
         ({"models": {"a": HostedModel(0, 1)}}, "'a' has a throughput of 0"),
+        ({"models": {"a": HostedModel(math.inf, 1)}}, "'a' has a throughput of inf"),
         ({"models": {"a": HostedModel(1, -1)}}, "'a' needs -1 bytes"),
         ({"models": {"a": HostedModel(1, math.nan)}}, "'a' needs nan bytes"),
         ({"streams": STREAM, "gap": math.nan}, "gap is nan"),
