@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,7 +19,8 @@ from hypothesis import strategies as st
 
 from tests.planner.making import option, problems, solve_for_minutes
 from trims_shim.errors import PlanningError
-from trims_shim.planner import Placement, Problem, plan_proteus, programme
+from trims_shim.planner import Group, Placement, Problem, plan_proteus, programme, proteus
+from trims_shim.planner.programme import OutOfTime, Programme, Solution
 
 
 def counts_of(problem: Problem) -> Iterator[tuple[int, ...]]:
@@ -101,8 +104,43 @@ def test_devices_that_the_optimum_does_not_need_give_room() -> None:
     assert devices == {"cats": 2, "dogs": 4}
 
 
-def test_room_for_bursts_does_not_make_answers_worse() -> None:
+def test_room_is_given_by_all_variants_that_the_optimum_has() -> None:
+    options = [option("cats", "small", "cpu", 60, 40), option("cats", "large", "gpu", 90, 10)]
+    options.append(option("dogs", "small", "cpu", 60, 40))
+    problem = Problem({"cpu": 6, "gpu": 1}, options, {"cats": 30, "dogs": 30})
+    placement = plan_proteus(problem, headroom=1.0)
+    assert [group.devices for group in placement.groups] == [3, 1, 3]
+
+
+def test_room_is_first_for_families_that_have_least() -> None:
+    """Three more devices would be five times the demand of each of the others."""
+    options = [option(name, name, "gpu", 90, 10 if name < "d" else 100) for name in "abcdef"]
+    demand_qps = {each.family: 10.0 if each.family < "d" else 20.0 for each in options}
+    placement = plan_proteus(Problem({"gpu": 9}, options, demand_qps), headroom=1.0)
+    assert [group.devices for group in placement.groups] == [2, 2, 2, 1, 1, 1]
+
+
+def test_without_the_time_to_give_room_the_optimum_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Mapping[int, float]] = []
+
+    class Late(Programme):
+        def maximise(self, goal: Mapping[int, float], **options: Any) -> Solution | None:
+            made.append(goal)
+            if len(made) > 2:
+                raise OutOfTime
+            return super().maximise(goal, **options)
+
+    monkeypatch.setattr(proteus, "Programme", Late)
     options = [option("cats", "small", "cpu", 60, 40), option("cats", "large", "gpu", 90, 40)]
+    placement = plan_proteus(Problem({"cpu": 1, "gpu": 1}, options, {"cats": 30}))
+    assert placement.served == pytest.approx({"cats": 1.0})
+    assert {group.option.variant for group in placement.groups} == {"small", "large"}
+
+
+@pytest.mark.parametrize(("small", "large"), [(60, 90), (89.95, 90), (6e-8, 9e-8), (6e200, 9e200)])
+def test_room_for_bursts_does_not_make_answers_worse(small: float, large: float) -> None:
+    """Not even a little, and on whatever scale accuracy is."""
+    options = [option("cats", "small", "cpu", small, 40), option("cats", "large", "gpu", large, 40)]
     placement = plan_proteus(Problem({"cpu": 3, "gpu": 1}, options, {"cats": 30}), headroom=1.0)
     assert [group.option.variant for group in placement.groups] == ["large"]
 
@@ -127,6 +165,20 @@ def test_however_much_is_asked_for_each_family_gets_its_share(headroom: float) -
     assert placement.headroom == pytest.approx(30 / 400)
 
 
+def test_the_gap_is_of_the_accuracy_not_of_the_demand_that_is_answered() -> None:
+    rates = {"a": 10, "b": 14, "c": 24, "d": 31, "e": 47, "f": 53}
+    options = [option(name, name, "gpu", 80, qps) for name, qps in rates.items()]
+    problem = Problem({"gpu": 17}, options, dict.fromkeys(rates, 400.0))
+    exact, quick = (plan_proteus(problem, headroom=1.0, gap=gap) for gap in (0.0, 0.5))
+    assert quick.headroom == pytest.approx(exact.headroom, rel=1e-4)
+
+
+def test_answers_that_are_never_right_are_planned_for() -> None:
+    problem = Problem({"gpu": 1}, [option("cats", "c", "gpu", 0, 10)], {"cats": 5.0})
+    placement = plan_proteus(problem)
+    assert (placement.served, placement.accuracy) == ({"cats": 1.0}, 0.0)
+
+
 def test_little_demand_has_a_device_beside_far_more_than_can_be_answered() -> None:
     """Its share of a demand is less than the solver takes for nothing."""
     options = [option("cats", "c", "gpu", 80, 5), option("dogs", "d", "gpu", 80, 10)]
@@ -140,6 +192,23 @@ def test_little_demand_is_answered_beside_far_more_than_can_be() -> None:
     options = [option("cats", "c", "gpu", 80, 1e5), option("dogs", "d", "gpu", 80, 10)]
     placement = plan_proteus(Problem({"gpu": 3}, options, {"cats": 1e7, "dogs": 0.1}))
     assert placement.served == pytest.approx({"cats": 2e5 / 1e7, "dogs": 1.0})
+
+
+def test_little_demand_that_is_planned_for_at_last_is_so_once() -> None:
+    """Two groups have room for more than all of it."""
+    options = [option("cats", "c", "gpu", 80, 1e5)]
+    options += [option("dogs", "d", kind, 80, 0.06) for kind in ("tpu", "cpu")]
+    problem = Problem({"gpu": 2, "tpu": 1, "cpu": 1}, options, {"cats": 1e7, "dogs": 0.1})
+    assert [each.planned_qps for each in plan_proteus(problem).groups] == [
+        pytest.approx(2e5),
+        *(pytest.approx(0.05), pytest.approx(0.05)),
+    ]
+
+
+def test_little_demand_is_answered_beside_a_family_that_no_device_can_run() -> None:
+    options = [option("cats", "c", "cpu", 80, 10), option("dogs", "d", "gpu", 80, 10)]
+    problem = Problem({"cpu": 0, "gpu": 3}, options, {"cats": 60.0, "dogs": 1e-7})
+    assert plan_proteus(problem).served == pytest.approx({"cats": 0.0, "dogs": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -156,6 +225,22 @@ def test_what_runs_stays_where_a_change_gains_nothing(accuracy: float, *, stays:
         assert [group.option for group in after.groups] == [kept]
 
 
+@pytest.mark.parametrize(
+    ("kinds", "running", "wanted"),
+    [(("gpu", "gpu"), (5, 1), (3, 3)), (("gpu", "cpu"), (1, 1), (6, 1))],
+)
+def test_devices_change_where_that_gives_room(
+    kinds: tuple[str, ...], running: tuple[int, ...], wanted: tuple[int, ...]
+) -> None:
+    """To the family that has least, or beside one that can have no more."""
+    options = [option(name, name, kind, 90, 40) for name, kind in zip("ab", kinds, strict=True)]
+    groups = tuple(Group(each, n, 30.0) for each, n in zip(options, running, strict=True))
+    problem = Problem({"gpu": 6, "cpu": 1}, options, {"a": 30.0, "b": 30.0})
+    before = Placement(groups, problem.demand_qps, 1.0)
+    after = plan_proteus(problem, headroom=1.0, before=before)
+    assert tuple(group.devices for group in after.groups) == wanted
+
+
 def test_an_overload_is_answered_as_far_as_can_be_not_as_accurately() -> None:
     """With cats at their share, dogs get 40 quick answers and not 30 better ones."""
     options = [
@@ -168,11 +253,37 @@ def test_an_overload_is_answered_as_far_as_can_be_not_as_accurately() -> None:
     assert [group.option.variant for group in placement.groups] == ["only", "quick"]
 
 
+@pytest.mark.parametrize("variants", [("quick", "slow"), ("slow", "quick")])
+def test_how_much_can_be_answered_is_by_the_quickest_variant(variants: tuple[str, ...]) -> None:
+    rates = {"quick": 40, "slow": 10}
+    options = [option("cats", name, "gpu", 80, rates[name]) for name in variants]
+    placement = plan_proteus(Problem({"gpu": 1}, options, {"cats": 80.0}), headroom=1.0)
+    assert placement.headroom == pytest.approx(0.5)
+
+
 def test_groups_of_a_family_are_equally_busy() -> None:
     options = [option("cats", "large", kind, 90, 40) for kind in ("cpu", "gpu")]
     problem = Problem({"cpu": 1, "gpu": 3}, options, {"cats": 40})
     busy = [group.utilisation for group in plan_proteus(problem, headroom=1.0).groups]
     assert busy == pytest.approx([0.25, 0.25])
+
+
+@pytest.mark.parametrize(("bound", "expected"), [(1.2, 1.2), (1.0 - 1e-9, 1.0)])
+def test_how_accurate_a_plan_may_be_is_what_the_solver_says(
+    bound: float, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But it is as accurate as it is."""
+
+    class Unsure(Programme):
+        def maximise(self, goal: Mapping[int, float], **options: Any) -> Solution | None:
+            found = super().maximise(goal, **options)
+            return found and replace(found, bound=bound * found.goal)
+
+    monkeypatch.setattr(proteus, "Programme", Unsure)
+    options = [option("cats", "small", "gpu", 60, 40), option("cats", "large", "gpu", 90, 10)]
+    placement = plan_proteus(Problem({"gpu": 2}, options, {"cats": 30}), headroom=1.0)
+    assert placement.accuracy_bound >= placement.accuracy
+    assert placement.accuracy_bound == pytest.approx(expected * placement.accuracy)
 
 
 def test_a_family_without_options_is_named() -> None:
