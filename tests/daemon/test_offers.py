@@ -14,7 +14,14 @@ import pytest
 from harness import wait_until
 
 from trims_shim.daemon import offers, workers
-from trims_shim.daemon.offers import Closer, FileStatus, Offer, check_readable_file, status_of
+from trims_shim.daemon.offers import (
+    Closer,
+    FileStatus,
+    Offer,
+    check_readable_file,
+    is_file,
+    status_of,
+)
 from trims_shim.errors import AccessDenied, ReadFailed
 from trims_shim.memory.memfd import new_memfd
 from trims_shim.specs import Identity
@@ -69,6 +76,26 @@ class TestStatus:
         monkeypatch.setattr(offers, "status_of", fail)
         with pytest.raises(ReadFailed, match="not connected"):
             check_readable_file(opened)
+
+    def test_the_kernel_asks_no_server_for_it(
+        self, opened: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[int] = []
+
+        def note(descriptor: int, path: bytes, flags: int, mask: int, found: object) -> int:
+            asked.append(flags)
+            return -1  # as an old kernel does
+
+        monkeypatch.setattr(offers, "_statx", note)
+        assert status_of(opened).identity == Identity.from_stat(os.fstat(opened))
+        assert asked[0] & 0x4000  # AT_STATX_DONT_SYNC
+
+    def test_a_file_whose_server_is_gone_may_be_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(descriptor: int) -> FileStatus:
+            raise OSError
+
+        monkeypatch.setattr(offers, "status_of", fail)
+        assert is_file(0)
 
 
 class TestOffer:
