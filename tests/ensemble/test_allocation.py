@@ -99,6 +99,30 @@ def test_a_member_that_finds_its_only_place_taken_is_placed_first() -> None:
     assert first(Problem(devices, members)).batch_sizes == ((0, 8), (8, 0))
 
 
+def placing(memory_gb: list[int], *weights_gb: dict[int, int]) -> Problem:
+    """Devices of a kind each; members with their weights by the number of the device."""
+    devices = [Device(f"kind{i}:0", each * GB) for i, each in enumerate(memory_gb)]
+    members = {
+        f"m{i}": MemberProfile({f"kind{n}": Footprint(each * GB) for n, each in weights.items()})
+        for i, weights in enumerate(weights_gb)
+    }
+    return Problem(devices, members)
+
+
+def test_members_are_placed_anew_as_often_as_there_are_members() -> None:
+    problem = placing([4, 4, 4], {2: 3, 0: 3, 1: 4}, {0: 4, 1: 3}, {0: 2})
+    assert first(problem).batch_sizes == ((0, 0, 8), (0, 8, 0), (8, 0, 0))
+
+
+def test_the_first_member_without_room_is_named() -> None:
+    with pytest.raises(PlanningError, match="'m0' finds no room"):
+        first(placing([7, 8], {0: 4}, {1: 6, 0: 7}, {0: 5}))
+
+
+def test_a_device_may_be_full() -> None:
+    assert first(Problem([*gpus(1, 0), *gpus(2)[1:]], {"a": member()})).batch_sizes == ((0,), (8,))
+
+
 def test_no_room_names_the_member_and_what_is_left() -> None:
     members = {"first": member(12), "second": member(9)}
     with pytest.raises(PlanningError, match=r"'second' .* 9 GB on gpu:0, .* 4 GB on gpu:0 left"):
