@@ -90,6 +90,7 @@ def test_votes_go_to_the_class_of_most_weight() -> None:
     assert combined("vote", *votes, weights=(3, 1, 1)).tolist() == [1, 0]
     # Of equals the smallest.
     assert combined("vote", np.array([2]), np.array([1])).tolist() == [1]
+    assert combined("vote", *[np.array([200], np.uint8)] * 2).tolist() == [200]
 
 
 def test_votes_are_for_classes_of_any_number() -> None:
