@@ -110,6 +110,14 @@ def test_a_date_tells_of_a_change_where_no_tag_does(web: WebServer) -> None:
         list(files.read(file, 0, 100))
 
 
+def test_the_date_tells_where_only_the_look_had_no_tag(web: WebServer) -> None:
+    date = "Mon, 01 Jun 2026 00:00:00 GMT"
+    url = web.put("vit.pt", CONTENT, tag="", date=date, body_tag='"1"')
+    files = WebFiles(url)
+    (file,) = files.list().files
+    assert b"".join(files.read(file, 0, len(CONTENT))) == CONTENT
+
+
 @pytest.mark.parametrize("has_ranges", [True, False])
 def test_the_date_tells_where_only_the_look_had_a_tag(web: WebServer, has_ranges: bool) -> None:
     date = "Mon, 01 Jun 2026 00:00:00 GMT"
@@ -245,6 +253,8 @@ def test_a_model_that_is_called_a_page_is_whole(web: WebServer) -> None:
     url = web.put("chunked.pt", CONTENT, kind="text/html", has_ranges=False, is_chunked=True)
     assert read(url) == CONTENT
     assert read(web.put("html.pt", b"<htmlx>", kind="text/html")) == b"<htmlx>"
+    within = web.put("within.pt", b"12345<html>", kind="text/html")
+    assert read(within, 5) == b"<html>", "a part of it may begin with what looks like a page"
 
 
 @pytest.mark.parametrize("length", [-1, len(CONTENT)])
