@@ -25,17 +25,15 @@ def script(capsys: pytest.CaptureFixture[str]) -> str:
 def offered(script: str, *words: str) -> list[str]:
     """What is offered for the last of the words, which may be the beginning of one."""
     line = " ".join(f"'{word}'" for word in ("trims", *words))
-    ask = (
-        f'COMP_WORDS=({line}); COMP_CWORD={len(words)}; _trims; printf "%s\\n" "${{COMPREPLY[@]}}"'
-    )
+    ask = f'COMP_WORDS=({line}); COMP_CWORD={len(words)}; _trims; printf "%s|" "${{COMPREPLY[@]}}"'
     done = subprocess.run(
-        [BASH, "--norc", "-c", f"set -u; {script}\n{ask}"],
+        [BASH, "--norc", "-c", f"set -u; IFS=,; {script}\n{ask}"],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
         check=True,
     )
-    return done.stdout.split()
+    return [each for each in done.stdout.split("|") if each]
 
 
 @pytest.mark.parametrize(
@@ -57,6 +55,8 @@ def offered(script: str, *words: str) -> list[str]:
         (["batch", "plot", "-o", "x.png", "lo"], ["load"]),
         (["batch", "plot", "--json", "lo"], ["load"]),
         (["batch", "plot", "load", "--lo"], ["--load", "--loads"]),
+        (["batch", "plot", "load", "lo"], []),
+        (["completion", "-"], ["--help"]),
         (["warm", ""], []),
         (["run", "--"], []),
         (["nosuch", ""], []),
