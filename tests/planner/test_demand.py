@@ -36,3 +36,17 @@ def test_silence_counts() -> None:
     demand.came(100 * SECOND, "cats")
     assert demand.last_qps(102 * SECOND) in (0, 1)
     assert demand.estimate_qps(101 * SECOND + 2)["cats"] > 0
+
+
+def test_seconds_begin_with_the_first_request() -> None:
+    demand = Demand(["cats"])
+    for moment_ns in (1, 3 * SECOND // 2, 9 * SECOND // 4):
+        demand.came(moment_ns, "cats")
+    assert demand.last_qps(3 * SECOND + 1) == 1
+
+
+def test_twenty_seconds_count() -> None:
+    demand = Demand(["cats"])
+    demand.came(1, "cats")
+    assert demand.estimate_qps(20 * SECOND + 1)["cats"] > 0
+    assert demand.estimate_qps(21 * SECOND + 1)["cats"] == 0

@@ -32,6 +32,8 @@ def test_a_plan_is_due_after_the_period_but_only_if_somebody_asks() -> None:
     assert not replanner.is_due(67 * SECOND - 1)
     assert replanner.is_due(67 * SECOND)
     assert replanner.plans == 1
+    replanner.planned(67 * SECOND, placement(1))
+    assert replanner.plans == 2
 
 
 def test_what_was_planned_for_stays_for_a_period() -> None:
@@ -81,7 +83,9 @@ def test_a_plan_after_a_pause_is_for_the_requests_that_come_now() -> None:
     ("planned_qps", "qps", "after_s", "is_due"),
     [
         (100, 500, 3, True),
-        (100, 115, 3, False),  # within three standard deviations of 100
+        (100, 135, 3, True),
+        (100, 125, 3, False),  # within three standard deviations of 100
+        (100, 500, 2, True),
         (10_000, 10_500, 3, False),  # more than three, but less than the factor
         (100, 500, 1, False),  # too soon after the last plan
     ],
@@ -103,3 +107,11 @@ def test_a_sudden_rise_counts_at_once_and_no_family_is_forgotten() -> None:
     assert replanner.wanted_qps(30 * SECOND)["cats"] == pytest.approx(100)
     ask(replanner, 30, 1000)
     assert replanner.wanted_qps(31 * SECOND) == {"cats": pytest.approx(1000), "dogs": 0.1}
+
+
+def test_a_fall_counts_by_and_by() -> None:
+    replanner = Replanner(placement(100), period_s=60, burst=1.1)
+    for second in range(10, 30):
+        ask(replanner, second, 100)
+    ask(replanner, 30, 10)
+    assert 50 < replanner.wanted_qps(31 * SECOND)["cats"] < 100
