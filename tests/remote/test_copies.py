@@ -140,10 +140,12 @@ def test_a_copy_that_took_the_place_of_another_is_held_too(copies: Copies) -> No
     """By hand, or by another process after that."""
     path = keep(copies, "k-1")
     assert copies.use("k-1")
+    before = module._held[str(path)]
     shutil.rmtree(path)
     path.mkdir(0o700)
     assert copies.use("k-1")
     assert not copies.evict("k-1")
+    assert not before.is_open()
 
 
 def test_a_directory_that_is_deleted_is_no_copy(
