@@ -25,6 +25,10 @@ from trims_shim.cli.main import main
             "batch profile os:getcwd --item os:sep --dtype int64",
             "--dtype has no effect with",
         ),
+        (
+            "batch profile os:getcwd --item os:sep --dtype float32",  # which is the default
+            "--dtype has no effect with",
+        ),
         ("batch profile os:getcwd --item os:sep --device cuda", "--device has no effect with"),
         ("stage plot nosuch --json -o p.png", "--output has no effect with --json"),
         ("plan simulate nosuch --trace a=b --seconds 3", "--seconds has no effect with --trace"),
