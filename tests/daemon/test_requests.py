@@ -159,6 +159,7 @@ def test_the_status_tells_each_what_is_theirs(server: Server) -> None:
     server.load(b"shared", user=BOB, name="/bob.pt")
     alice = server.client(ALICE)
     server.client(BOB).token = b""  # has not said Hello
+    server.prepared_rows = [admin.PreparedStatus("key", "ready", 1, 0, 0, 0, 0, (), "1.20")]
     asked_by_alice, asked_by_us = server.status(alice), server.status(own(server))
     assert [each.names for each in asked_by_alice.images] == [("/alice.pt",)]
     assert [each.names for each in asked_by_us.images] == [("/alice.pt", "/bob.pt")]
@@ -255,6 +256,64 @@ def test_what_is_in_use_is_not_evicted(server: Server) -> None:
         server.ask(own(server), admin.EvictImageRequest(tier="GPU-1"))
     assert server.ask(own(server), admin.PinImageRequest(kept, False)).digest == kept
     assert server.ask(own(server), admin.EvictImageRequest("/kept")).digests == (kept,)
+
+
+def test_what_is_unpinned_is_the_version_that_was_pinned(server: Server) -> None:
+    alice = server.client(ALICE)
+    pinned = server.load(b"one", user=ALICE, name="/m.pt")
+    server.ask(alice, admin.PinImageRequest("/m.pt", True))
+    server.load(b"other", user=ALICE, name="/m.pt", now=2)
+    assert server.ask(alice, admin.PinImageRequest("/m.pt", False)).digest == pinned
+    assert not server.host.store.is_pinned(pinned)
+
+
+def test_privileged_users_unpin_for_all(server: Server) -> None:
+    digest = server.load(b"alice's", user=ALICE)
+    server.ask(server.client(ALICE), admin.PinImageRequest(digest, True))
+    server.ask(own(server), admin.PinImageRequest(digest, False))
+    assert not server.host.store.is_pinned(digest)
+
+
+class TestTwoTiers:
+    @pytest.fixture
+    def device(self, server: Server) -> Iterator[Server]:
+        """Its memory is the second tier."""
+        device = Server(own(server))
+        device.host.name = "GPU-1"
+        device.host.loader.lost = device.host.loader.take_shortages = tuple  # type: ignore[attr-defined]
+        server.tiers._devices["GPU-1"] = device.host  # type: ignore[assignment]
+        yield device
+        del server.tiers._devices["GPU-1"]
+        device.close()
+
+    def test_a_list_is_by_image(self, server: Server, device: Server) -> None:
+        digests = sorted(
+            each.load(text, user=OWN) for each in (server, device) for text in (b"a", b"b")
+        )
+        images = server.ask(own(server), admin.ListImagesRequest()).images
+        assert [each.digest for each in images] == digests
+        assert [each.tier for each in images] == ["GPU-1", "host"] * 2
+
+    def test_what_one_tier_drops_is_evicted_though_another_keeps_it(
+        self, server: Server, device: Server
+    ) -> None:
+        digest = server.load(b"a", user=OWN)
+        server.host.store.pin(digest, OWN)
+        device.load(b"a", user=OWN)
+        assert server.ask(own(server), admin.EvictImageRequest(digest)).digests == (digest,)
+        assert server.host.store.is_resident(digest)
+        assert not device.host.store.is_resident(digest)
+
+    @pytest.mark.parametrize("tier", ["", "GPU-1"])
+    def test_an_image_may_move_only_if_it_is_the_memory_that_is_wanted(
+        self, server: Server, device: Server, monkeypatch: pytest.MonkeyPatch, tier: str
+    ) -> None:
+        told: list[bool] = []
+        monkeypatch.setattr(
+            server.openings, "execute", lambda *_, may_demote: told.append(may_demote)
+        )
+        server.ask(own(server), admin.EvictImageRequest(device.load(b"a", user=OWN), tier))
+        assert told == [bool(tier)]
 
 
 class TestVerifying:
