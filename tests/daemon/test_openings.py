@@ -600,6 +600,17 @@ class TestLeads:
         assert front.host.store.ingest_count() == 1
         front.work()
 
+    def test_it_leaves_descriptors_for_clients(
+        self, front: HostFront, file: File, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        client = front.client(OWN)
+        for is_short, loads in ((True, 0), (False, 1)):
+            monkeypatch.setattr(descriptors, "are_scarce", lambda _, found=is_short: found)
+            for _ in range(2 - loads):
+                file.offer(front, client, lead_bytes=8)
+            assert front.host.store.ingest_count() == loads
+        front.work()
+
     def test_what_will_be_refused_stands(self, front: HostFront, file: File) -> None:
         client = front.client(OWN)
         assert file.offer(front, client, lead_bytes=64).is_loading
