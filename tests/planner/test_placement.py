@@ -65,3 +65,12 @@ def test_the_accuracy_is_that_of_planned_requests() -> None:
     assert placement.accuracy == pytest.approx(67.5)
     assert placement.served == {"cats": pytest.approx(0.8), "dogs": 1.0}
     assert groups[0].utilisation == pytest.approx(0.75)
+
+
+def test_groups_of_a_kind_add_up() -> None:
+    groups = (Group(OPTIONS[1], 2, 60.0), Group(OPTIONS[2], 1, 10.0))
+    placement = Placement(groups, {"cats": 50, "dogs": 20}, 1.0)
+    assert placement.devices == {"gpu": 3}
+    assert placement.served == {"cats": 1.0, "dogs": 0.5}
+    assert groups[0].device_qps == 30
+    assert Placement((), {}, 1.0).accuracy == 0
