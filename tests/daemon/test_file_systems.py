@@ -52,3 +52,9 @@ def test_the_file_system_of_a_file() -> None:
     finally:
         os.close(shared)
     assert file_systems._file_system(shared) == 0
+
+
+def test_what_depends_on_its_reader() -> None:
+    with open("/proc/self/status") as kernels, open(__file__) as ours:
+        assert file_systems.is_by_reader(kernels.fileno())
+        assert not file_systems.is_by_reader(ours.fileno())

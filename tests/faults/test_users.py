@@ -3,6 +3,7 @@ gets what it can prove to be allowed to read, and can see and disturb nothing of
 
 from __future__ import annotations
 
+import glob
 import grp
 import os
 from typing import Any
@@ -277,6 +278,18 @@ def test_what_may_not_be_read_is_not_served(shared: World) -> None:
     assert [image.leases for image in shared.status().images if image.digest == digest] == [1]
     assert not any(image.is_pinned for image in shared.status().images)
     holder.say()
+
+
+def test_what_only_root_reads_of_a_file_that_others_may_open(shared: World) -> None:
+    """Found: of a PCI device users see the first 64 bytes, and got all that the daemon sees."""
+    devices = sorted(glob.glob("/proc/bus/pci/*/*"))
+    if not devices:
+        pytest.skip("no PCI here")
+    said = shared.run(
+        TRY + AS_NOBODY + f"path = {devices[0]!r}\nown = len(open(path, 'rb').read())\n"
+        "say([own, attempt(lambda: len(data(open_file(path))))])\n"
+    )
+    assert said == [64, "AccessDenied"]
 
 
 def test_a_user_who_may_have_no_more_threads(shared: World) -> None:

@@ -7,7 +7,7 @@ import os
 
 from trims_shim.specs import Identity
 
-__all__ = ["has_change_time", "is_in_memory", "is_settled"]
+__all__ = ["has_change_time", "is_by_reader", "is_in_memory", "is_settled"]
 
 _SETTLED_AFTER_NS = 100_000_000
 """Local file systems stamp changes at least every 10 ms (CONFIG_HZ=100); ten times that."""
@@ -22,6 +22,7 @@ _LOOP_MAJOR = 7
 """Devices that are images, of which one may be set up in the place of another."""
 _IN_MEMORY = frozenset({0x01021994, 0x858458F6})
 """tmpfs and ramfs (linux/magic.h)."""
+_PROC = 0x9FA0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -50,6 +51,14 @@ def has_change_time(descriptor: int, identity: Identity) -> bool:
 def is_in_memory(descriptor: int) -> bool:
     """Whether the file takes memory instead of room on a disk."""
     return _file_system(descriptor) in _IN_MEMORY
+
+
+def is_by_reader(descriptor: int) -> bool:
+    """Whether what is read depends on who reads, whoever has opened the file.
+
+    Files in /proc/bus/pci show 64 bytes to users, and all to root.
+    """
+    return _file_system(descriptor) == _PROC
 
 
 def _file_system(descriptor: int) -> int:

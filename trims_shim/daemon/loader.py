@@ -19,11 +19,18 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from trims_shim.daemon import ingest
-from trims_shim.daemon.file_systems import has_change_time, is_settled
+from trims_shim.daemon.file_systems import has_change_time, is_by_reader, is_settled
 from trims_shim.daemon.ingest import Meter
 from trims_shim.daemon.values import Ingested, Opening, StartIngest
 from trims_shim.daemon.workers import Workers
-from trims_shim.errors import FileChanged, MemoryFailure, NoSpace, ReadFailed, TrimsError
+from trims_shim.errors import (
+    AccessDenied,
+    FileChanged,
+    MemoryFailure,
+    NoSpace,
+    ReadFailed,
+    TrimsError,
+)
 from trims_shim.memory.host import HostMemory, SealedSegment
 from trims_shim.specs import Digest, Identity
 from trims_shim.wire.handover import close_all
@@ -270,6 +277,8 @@ class Loads(abc.ABC, Generic[_Segment]):
         load.started_ns, load.begun_ns = time.time_ns(), time.monotonic_ns()
         load.at_s = time.monotonic()
         try:
+            if is_by_reader(load.descriptor):
+                raise AccessDenied(f"{name} is in /proc, where root may read more than others")
             if load.action.is_only_hashed:
                 result = self._hashed(load)
             else:
