@@ -303,6 +303,32 @@ def test_a_user_who_may_have_no_more_threads(shared: World) -> None:
     assert said == "DaemonUnavailable"
 
 
+def test_one_user_leaves_descriptors_to_others(make_world: Any) -> None:
+    """Found: files that are offered and never asked for took all, and root was refused as well."""
+    world = make_world(group=grp.getgrgid(NOBODY).gr_name)
+    world.run(
+        "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (1000, 1000))\n"
+        "cache().welcome(may_start=True)\n"
+    )
+    os.chmod(world.root, 0o755)
+    path = world.file(1)
+    os.chmod(path, 0o644)
+    hoarder = world.spawn(
+        TRY + AS_NOBODY + f"f = os.open({path!r}, os.O_RDONLY)\nlines = []\n"
+        "def hoard():\n"
+        "  while True:\n"
+        "    lines.append(line())\n"
+        "    for ticket in range(30):\n"
+        "      lines[-1].welcome, lines[-1]._send_handover(messages.FileOffer(ticket), f)\n"
+        "say(attempt(hoard))\nhear()\n"
+    )
+    hoarder.hear()
+    load = f"say(attempt(lambda: data(open_file({path!r})) == open({path!r}, 'rb').read()))\n"
+    another = f"os.setgroups([{NOBODY}]); os.setgid(2001); os.setuid(2001)\n"
+    assert [world.run(TRY + load), world.run(TRY + another + load)] == [True, True]
+    hoarder.say()
+
+
 def test_tokens_and_tickets_of_another_session(shared: World) -> None:
     """A token that was not given, another connection's ticket, a claimed ticket: all refused."""
     path = shared.file(1)

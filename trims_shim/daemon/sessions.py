@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trims_shim.daemon.descriptors import check_descriptors
+from trims_shim.daemon.descriptors import are_scarce, check_descriptors, limit
 from trims_shim.daemon.offers import Closer, Offer, is_file
 from trims_shim.errors import AccessDenied, MalformedMessage, TooManyRequests
 from trims_shim.wire.handover import Packet, Peer, clipped, has_unread, peer_of, receive
@@ -89,7 +89,7 @@ class Sessions:
         connection.setblocking(False)
         peer = peer_of(connection)
         # Its control connection will take another one.
-        check_descriptors(reserved=self.missing_controls() + 1)
+        self._check_descriptors(peer.uid, reserved=self.missing_controls() + 1)
         mine = sum(1 for each in self._by_number.values() if each.peer.uid == peer.uid)
         if mine >= self.limits.sessions_per_user:
             raise TooManyRequests(f"user {peer.uid} has {mine} connections to the daemon")
@@ -161,6 +161,17 @@ class Sessions:
         else:
             connection.close()
 
+    def _check_descriptors(self, user: int, *, reserved: int) -> None:
+        """A user who has a quarter leaves a quarter to others. Raises TooManyRequests."""
+        check_descriptors(reserved=reserved)
+        share = limit() // 4
+        if user == os.geteuid() or not are_scarce(reserved + share):
+            return
+        # Each has a control connection, too, or will have one.
+        held = sum(2 + len(each.offers) for each in self if each.peer.uid == user)
+        if held >= share:
+            raise TooManyRequests(f"user {user} has {held} of the daemon's file descriptors")
+
     def _check_sender(self, session: Session, packet: Packet) -> None:
         """A process that inherits a connection from one with more rights must not use them."""
         if session.sender is None:
@@ -180,7 +191,7 @@ class Sessions:
                 raise MalformedMessage("FileOffer before Hello")
             if not is_file(packet.descriptor):
                 raise AccessDenied("the offered descriptor is not a file")
-            check_descriptors(reserved=self.missing_controls())
+            self._check_descriptors(session.peer.uid, reserved=self.missing_controls())
             if ticket in session.offers:
                 raise MalformedMessage(f"a file has been offered under ticket {ticket}")
             if len(session.offers) >= self.limits.offers:
