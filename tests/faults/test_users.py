@@ -208,6 +208,24 @@ def test_what_another_user_has_pinned_stays(shared: World) -> None:
     assert not shared.status().images[0].is_pinned
 
 
+def test_a_path_means_the_version_that_the_user_has_pinned(shared: World) -> None:
+    """Found: one could not unpin a file by its path once root had pinned a later version."""
+    path = shared.file(1)
+    os.chmod(path, 0o644)
+    ask = f"cache().request(admin.PinImageRequest({path!r}, is_pinned=%s))"
+    load = f"data(open_file({path!r}))\n"
+    earlier = shared.run(TRY + AS_NOBODY + load + f"say({ask % True}.digest)\n")
+    os.rename(shared.file(2), path)
+    os.chmod(path, 0o644)
+    later = shared.run(load + f"say({ask % True}.digest)\n")
+    unpinned = shared.run(TRY + AS_NOBODY + load + f"say(attempt(lambda: {ask % False}.digest))\n")
+    assert unpinned == earlier
+    assert {each.digest: each.is_pinned for each in shared.status().images} == {
+        earlier: False,
+        later: True,
+    }
+
+
 def test_what_may_not_be_read_is_not_served(shared: World) -> None:
     """The image is resident, but no descriptor that nobody can get proves a right to it."""
     secret, public = shared.file(1, name="secret.bin"), shared.file(2)

@@ -31,7 +31,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -353,14 +353,19 @@ class Store:
         """The image that was last asked for by a name; of the pinned ones if ``is_pinned``.
 
         Names that ``user`` gave come first, because anybody can call an image by anybody's path;
-        others' names count only when ``may_see_all``.
+        others' names and pins count only when ``may_see_all``.
         """
+        eligible: Container[Digest] = self._images
+        if is_pinned:
+            eligible = {
+                digest for digest, users in self._pins.items() if may_see_all or user in users
+            }
         owners = {
             owner: digest
             for digest, (owner, path) in self._names
             if path == name
             and (may_see_all or owner == user)
-            and digest in (self._pins if is_pinned else self._images)
+            and digest in eligible
             and (owner, path) in self._images[digest].names
         }
         return owners.get(user) or next(iter(owners.values()), None)
