@@ -542,6 +542,23 @@ class TestNames:
         assert named == [["/2", "/again", "/and again"], []]
         assert store.named("/3", user=1000) is None
 
+    def test_many_names_of_one_user_leave_those_of_others(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: one's own image was not one's own any more, and could not be unpinned."""
+        monkeypatch.setattr(stores, "_NAMES_LIMIT", 20)
+        store = new_store()
+        load(store, opening(inode=1, name="/a", user=7), loaded(A))
+        load(store, opening(inode=2, name="/b", user=8), loaded(A))
+        for number in range(100):
+            store.open(opening(inode=2, name=f"/b{number}", user=8), 3)
+        assert store.is_named_by(A, 7)
+        assert store.named("/a", user=7, may_see_all=False) == A
+        assert [name for _, name in store.images()[0].names] == [
+            "/a",
+            *(f"/b{number}" for number in range(84, 100)),
+        ]
+
     def test_ones_own_name_comes_before_anothers(self) -> None:
         """Anybody can call an image by anybody's path."""
         store = new_store()

@@ -64,6 +64,7 @@ DIGITS_NEEDED = 6
 """Of a digest, to name an image."""
 _IDENTITIES_LIMIT = 65536
 _NAMES_PER_IMAGE = 16
+"""Of each user: else one with many names for it could make others lose what they call theirs."""
 _NAMES_LIMIT = 8192
 """Of all images, however small they are. A name may take 16 KiB: in all half of what counts as
 bloat (:mod:`trims_shim.daemon.control`)."""
@@ -74,7 +75,7 @@ class _Image(Candidate):
     size_bytes: int
     holds: int = 0
     hits: int = 0
-    names: Recent[NameKey, None] = field(default_factory=lambda: Recent(_NAMES_PER_IMAGE))
+    names: OrderedDict[NameKey, None] = field(default_factory=OrderedDict)
 
 
 @dataclass(slots=True)
@@ -534,7 +535,12 @@ class Store:
 
     def _name(self, image: _Image, name: NameKey) -> None:
         """Note a name that an image was asked for by; beyond a limit the oldest goes."""
-        image.names.put(name, None)
+        image.names[name] = None
+        image.names.move_to_end(name)
+        of_user = [each for each in image.names if each[0] == name[0]]
+        for oldest in of_user[:-_NAMES_PER_IMAGE]:
+            del image.names[oldest]
+            self._names.pop((image.digest, oldest), None)
         gone = self._names.put((image.digest, name), None)
         if gone is not None and gone[0] in self._images:
             self._images[gone[0]].names.pop(gone[1], None)
