@@ -542,6 +542,20 @@ class TestNames:
         assert named == [["/2", "/again", "/and again"], []]
         assert store.named("/3", user=1000) is None
 
+    def test_names_of_images_that_have_gone_leave_those_of_others(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: after thousands of other files, a pinned image could not be unpinned by path."""
+        monkeypatch.setattr(stores, "_NAMES_LIMIT", 3)
+        store = new_store()
+        load(store, opening(inode=1, name="/a"), loaded(A))
+        for number in range(10):
+            load(store, opening(2, inode=2 + number, name=f"/{number}"), loaded(f"{number:064x}"))
+            store.close_session(2, 3)
+            store.evict(f"{number:064x}")
+        assert store.named("/a", user=1000) == A
+        assert store.images()[0].names == ((1000, "/a"),)
+
     def test_many_names_of_one_user_leave_those_of_others(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -31,7 +31,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Container, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -168,7 +168,7 @@ class Store:
         self._identities: _Pointers[IdentityKey] = _Pointers()
         self._hints: _Pointers[tuple[Identity, int]] = _Pointers()
         self._names: Recent[tuple[Digest, NameKey], None] = Recent(_NAMES_LIMIT)
-        """Names by which images were asked for, also of images that have gone."""
+        """Names by which images were asked for, with those asked for last at the end."""
         self._ingests: dict[int, _Ingest] = {}
         self._loading: dict[IdentityKey, int] = {}
         self._leases: Leases[Digest] = Leases(self._numbers)
@@ -356,18 +356,12 @@ class Store:
         Names that ``user`` gave come first, because anybody can call an image by anybody's path;
         others' names and pins count only when ``may_see_all``.
         """
-        eligible: Container[Digest] = self._images
-        if is_pinned:
-            eligible = {
-                digest for digest, users in self._pins.items() if may_see_all or user in users
-            }
         owners = {
             owner: digest
             for digest, (owner, path) in self._names
             if path == name
             and (may_see_all or owner == user)
-            and digest in eligible
-            and (owner, path) in self._images[digest].names
+            and (not is_pinned or self._is_pinned_by(digest, None if may_see_all else user))
         }
         return owners.get(user) or next(iter(owners.values()), None)
 
@@ -542,7 +536,7 @@ class Store:
             del image.names[oldest]
             self._names.pop((image.digest, oldest), None)
         gone = self._names.put((image.digest, name), None)
-        if gone is not None and gone[0] in self._images:
+        if gone is not None:
             self._images[gone[0]].names.pop(gone[1], None)
 
     def _remember(self, keys: tuple[IdentityKey, ...], result: Ingested) -> None:
@@ -573,6 +567,8 @@ class Store:
         self._resident_bytes -= image.resident_bytes
         self._pins.pop(image.digest, None)
         self._leases.forget(image.digest)
+        for name in image.names:
+            self._names.pop((image.digest, name), None)
         keys = self._identities.forget(image.digest)
         self._hints.forget(image.digest)
         return [
@@ -585,6 +581,11 @@ class Store:
             return self._images[digest]
         except KeyError:
             raise UnknownImage(f"no resident image {digest[:12]}; `trims ls` shows them") from None
+
+    def _is_pinned_by(self, digest: Digest, user: int | None) -> bool:
+        """Whether this user has pinned an image; None: anybody."""
+        users = self._pins.get(digest, set())
+        return bool(users) if user is None else user in users
 
     def _is_free(self, image: _Image) -> bool:
         digest = image.digest
