@@ -185,6 +185,24 @@ def test_rotary_embeddings_may_differ_between_types_of_layers() -> None:
         generation(model, max_new_tokens=3)([torch.zeros(63, dtype=torch.int64)])
 
 
+def test_queries_that_are_scaled_by_their_columns_limit_the_length() -> None:
+    sizes = {**SIZES, "head_dim": 8, "intermediate_size_mlp": 32, "num_local_experts": 2}
+    scaled = {"floor_scale": 13, "attn_scale": 5.0, "num_key_value_heads": 1}
+    torch.manual_seed(1)
+    short, fitting, long = (torch.arange(length) for length in (3, 5, 6))
+    for layers in ([1, 0], [1, 1]):  # rotary embeddings in each layer, or not in the last
+        config = transformers.Llama4TextConfig(**sizes, **scaled, **NO_ENDS, no_rope_layers=layers)
+        model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+        staged = generation(model, max_new_tokens=MOST)
+        answers = [each.tolist() for each in staged([short, fitting])]
+        assert answers == [generated(model, short), generated(model, fitting)]
+        if all(layers):
+            staged([long])
+        else:
+            with pytest.raises(ValueError, match="more than 12 together"):
+                staged([long])
+
+
 def test_a_window_that_only_the_models_own_cache_keeps_limits_the_length() -> None:
     config = transformers.MoshiConfig(
         vocab_size=23,

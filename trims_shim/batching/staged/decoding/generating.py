@@ -171,11 +171,11 @@ class _Generator:
         )
         longest = getattr(self.decoder, "longest", None)
         # The last token is not read.
-        if longest and bool((prompts.lengths + prompts.budgets - 1 > longest).any()):
+        if longest is not None and bool((prompts.lengths + prompts.budgets - 1 > longest).any()):
             raise ValueError(
                 f"a prompt and its new tokens are more than {longest} together, and beyond that "
-                "the rotary embeddings of this model depend on the longest in the batch, or its "
-                "own cache forgets; ask for fewer max_new_tokens, or call model.generate for it"
+                "the attention of this model depends on the longest in the batch, or its own cache "
+                "forgets; ask for fewer max_new_tokens, or call model.generate for it"
             )
         return read(prompts)
 

@@ -118,7 +118,8 @@ def _longest(config: Any) -> int | None:
     Beyond it, some rotary embeddings change to suit the longest row of a batch, in place, as a
     buffer of the model (transformers.modeling_rope_utils.dynamic_rope_update). A row's answer would
     depend on the other rows of its batch, and on batches that run at the same time. Or the model's
-    own cache begins to forget. None if there is no such length.
+    own cache begins to forget. Or queries are scaled by their column (Llama4TextAttention). None if
+    there is no such length.
     """
     if config.model_type in _WINDOW_OF_CACHE:
         window: int = config.sliding_window
@@ -134,6 +135,9 @@ def _longest(config: Any) -> int | None:
             limits.append(own or config.original_max_position_embeddings)
         elif "dynamic" in kind:
             limits.append(config.max_position_embeddings)
+    # Layers without rotary embeddings scale; those in the first columns, by 1.
+    if getattr(config, "attn_temperature_tuning", False) and not all(config.no_rope_layers):
+        limits.append(config.floor_scale - 1)
     return min(limits, default=None)
 
 
