@@ -235,6 +235,21 @@ def test_prompts_are_not_read_in_parts_where_tokens_attend_to_later_ones(kind: s
         generation(is_encoder, max_new_tokens=2, prefill_stages=2)
 
 
+@pytest.mark.parametrize(
+    ("kind", "asked"),
+    [("Gemma", {"use_bidirectional_attention": True}), ("Llama", {"is_causal": False})],
+)
+def test_nor_where_a_configuration_lets_them(kind: str, asked: dict[str, Any]) -> None:
+    config = getattr(transformers, f"{kind}Config")(
+        **SIZES, **NO_ENDS, **asked, head_dim=8, num_key_value_heads=1
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    (answer,) = generation(model, max_new_tokens=MOST)([prompt(5)])
+    assert answer.tolist() == generated(model, prompt(5))
+    with pytest.raises(StagingError, match="attend to later ones"):
+        generation(model, max_new_tokens=MOST, prefill_stages=2)
+
+
 def test_weights_are_the_models_own() -> None:
     model = model_of("llama")
     before = {name: each.data_ptr() for name, each in model.named_parameters()}

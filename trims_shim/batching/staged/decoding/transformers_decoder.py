@@ -160,7 +160,15 @@ def _is_heeded(name: str, value: Any) -> bool:
 
 
 def _is_causal(model: Any) -> bool:
-    """False for an encoder, such as BertLMHeadModel's without ``is_decoder=True``."""
+    """False for an encoder, such as BertLMHeadModel's without ``is_decoder=True``.
+
+    Or for a decoder whose configuration makes it one: ``is_causal`` of all models, by their masks,
+    or ``use_bidirectional_attention`` of Gemma's.
+    """
+    config = model.config.get_text_config()
+    is_both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    if is_both_ways or getattr(config, "is_causal", None) is False:
+        return False
 
     def said(name: str) -> set[Any]:
         return {getattr(each, name) for each in model.modules() if hasattr(each, name)}
