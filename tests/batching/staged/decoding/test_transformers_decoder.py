@@ -276,6 +276,10 @@ def small(kind: str) -> Any:
         "xlnet": lambda: transformers.XLNetConfig(
             vocab_size=23, d_model=16, n_layer=1, n_head=2, d_inner=16
         ),
+        "git": lambda: transformers.GitConfig(
+            **SIZES,
+            vision_config={"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        ),
         "xlm": lambda: transformers.XLMConfig(vocab_size=23, emb_dim=16, n_layers=1, n_heads=2),
     }[kind]()
     kinds = (
@@ -293,6 +297,7 @@ def small(kind: str) -> Any:
         ("xlnet", "takes no `past_key_values`"),
         ("xlm", "takes no `past_key_values`"),
         ("bart", "takes no `position_ids`"),
+        ("git", "by the columns of an image"),
     ],
 )
 def test_models_without_a_cache_of_tokens_are_refused(kind: str, message: str) -> None:

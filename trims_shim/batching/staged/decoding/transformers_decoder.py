@@ -24,6 +24,8 @@ _RELATIVE = frozenset(["bloom", "mpt"])
 """Types of models that take no positions, and need none: they look at distances only."""
 _WINDOW_OF_CACHE = frozenset(["moshi"])
 """Types of models that leave old tokens out because their own cache forgets them, not by a mask."""
+_IMAGE_IN_CACHE = frozenset(["git"])
+"""Types of models that widen the mask of a step by an image, also where there is none."""
 _OTHER_SCORES = (
     "repetition_penalty",
     "no_repeat_ngram_size",
@@ -49,8 +51,8 @@ class TransformersDecoder:
 
     Raises StagingError for encoder-decoders, models without a cache, models that keep something
     else than keys and values of all tokens (state-space and other recurrent ones), models that
-    number tokens by their columns (Bart's and others that are decoders of a pair), and models in
-    training mode.
+    number tokens by their columns (Bart's and others that are decoders of a pair), models whose
+    mask has columns of an image (GIT), and models in training mode.
     """
 
     def __init__(self, model: Any) -> None:
@@ -81,6 +83,11 @@ class TransformersDecoder:
             raise StagingError(
                 f"{name} takes no `position_ids`: an answer would depend on the padding that its "
                 "prompt gets beside longer ones; batch whole generations with `batched`"
+            )
+        if model.config.model_type in _IMAGE_IN_CACHE:
+            raise StagingError(
+                f"{name} widens the mask of a step by the columns of an image: an answer would "
+                "depend on longer prompts beside its own; batch whole generations with `batched`"
             )
         self._keeps = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         _warn_of_other_scores(name, model.generation_config)
