@@ -114,16 +114,21 @@ def test_ends_are_those_of_the_generation_config() -> None:
     [
         ("repetition_penalty", 1.3, True),
         ("repetition_penalty", 1.0, False),
+        ("encoder_repetition_penalty", 1.3, True),
+        ("encoder_repetition_penalty", 1.0, False),
+        ("encoder_no_repeat_ngram_size", 2, True),
         ("num_beams", 1, False),
         ("no_repeat_ngram_size", 1, True),
         ("no_repeat_ngram_size", 0, False),
         ("min_new_tokens", 1, True),
         ("forced_eos_token_id", 0, True),
         ("forced_eos_token_id", 1, True),
+        ("watermarking_config", {"bias": 8.0}, True),
+        ("stop_strings", ["."], True),
     ],
 )
 def test_what_else_the_generation_config_has_is_warned_of(
-    name: str, value: float, *, is_heeded: bool, caplog: pytest.LogCaptureFixture
+    name: str, value: Any, *, is_heeded: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = model_of("gpt2")
     generation(model, max_new_tokens=MOST)

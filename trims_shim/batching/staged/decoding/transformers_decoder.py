@@ -28,7 +28,9 @@ _IMAGE_IN_CACHE = frozenset(["git"])
 """Types of models that widen the mask of a step by an image, also where there is none."""
 _OTHER_SCORES = (
     "repetition_penalty",
+    "encoder_repetition_penalty",
     "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
     "min_length",
     "min_new_tokens",
     "bad_words_ids",
@@ -39,10 +41,17 @@ _OTHER_SCORES = (
     "sequence_bias",
     "exponential_decay_length_penalty",
     "guidance_scale",
+    "watermarking_config",
     "num_beams",
+    "stop_strings",
 )
-"""Settings of a generation config that make other tokens the likeliest ones."""
-_FACTORS = frozenset(["repetition_penalty", "guidance_scale", "num_beams"])
+"""Settings of a generation config that make other tokens the likeliest ones, or end answers.
+
+Those of encoders are heeded for decoders, too, whose prompt then counts as what an encoder read.
+"""
+_FACTORS = frozenset(
+    ["repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beams"]
+)
 """Those that change nothing as 1. Others change nothing as 0 or empty, and tokens only as None."""
 
 
