@@ -242,7 +242,7 @@ def test_prompts_are_not_read_in_parts_where_tokens_attend_to_later_ones(kind: s
 
 @pytest.mark.parametrize(
     ("kind", "asked"),
-    [("Gemma", {"use_bidirectional_attention": True}), ("Llama", {"is_causal": False})],
+    [("Gemma3Text", {"use_bidirectional_attention": True}), ("Llama", {"is_causal": False})],
 )
 def test_nor_where_a_configuration_lets_them(kind: str, asked: dict[str, Any]) -> None:
     config = getattr(transformers, f"{kind}Config")(
@@ -285,6 +285,9 @@ def small(kind: str) -> Any:
             **SIZES,
             vision_config={"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
         ),
+        "gemma": lambda: transformers.GemmaConfig(
+            **SIZES, num_key_value_heads=1, head_dim=8, use_bidirectional_attention=True
+        ),
         "xlm": lambda: transformers.XLMConfig(vocab_size=23, emb_dim=16, n_layers=1, n_heads=2),
     }[kind]()
     kinds = (
@@ -302,6 +305,7 @@ def small(kind: str) -> Any:
         ("xlnet", "takes no `past_key_values`"),
         ("xlm", "takes no `past_key_values`"),
         ("bart", "takes no `position_ids`"),
+        ("gemma", "only where nothing is padded"),
         ("git", "by the columns of an image"),
     ],
 )

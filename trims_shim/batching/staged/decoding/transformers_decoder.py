@@ -26,6 +26,8 @@ _WINDOW_OF_CACHE = frozenset(["moshi"])
 """Types of models that leave old tokens out because their own cache forgets them, not by a mask."""
 _IMAGE_IN_CACHE = frozenset(["git"])
 """Types of models that widen the mask of a step by an image, also where there is none."""
+_CAUSAL_IF_PADDED = frozenset(["gemma"])
+"""Types of models that are causal by their mask, which torch's attention gets only with padding."""
 _OTHER_SCORES = (
     "repetition_penalty",
     "encoder_repetition_penalty",
@@ -61,7 +63,8 @@ class TransformersDecoder:
     Raises StagingError for encoder-decoders, models without a cache, models that keep something
     else than keys and values of all tokens (state-space and other recurrent ones), models that
     number tokens by their columns (Bart's and others that are decoders of a pair), models whose
-    mask has columns of an image (GIT), and models in training mode.
+    mask has columns of an image (GIT), models that are causal only where something is padded
+    (PaliGemma, without the types of its tokens), and models in training mode.
     """
 
     def __init__(self, model: Any) -> None:
@@ -97,6 +100,13 @@ class TransformersDecoder:
             raise StagingError(
                 f"{name} widens the mask of a step by the columns of an image: an answer would "
                 "depend on longer prompts beside its own; batch whole generations with `batched`"
+            )
+        text = model.config.get_text_config()
+        if text.model_type in _CAUSAL_IF_PADDED and _is_both_ways(text):
+            raise StagingError(
+                f"{name} lets tokens attend to later ones only where nothing is padded: an answer "
+                "would depend on longer prompts beside its own; batch whole generations with "
+                "`batched`"
             )
         self._keeps = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         _warn_of_other_scores(name, model.generation_config)
@@ -182,8 +192,7 @@ def _is_causal(model: Any) -> bool:
     or ``use_bidirectional_attention`` of Gemma's.
     """
     config = model.config.get_text_config()
-    is_both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
-    if is_both_ways or getattr(config, "is_causal", None) is False:
+    if _is_both_ways(config) or getattr(config, "is_causal", None) is False:
         return False
 
     def said(name: str) -> set[Any]:
@@ -191,6 +200,10 @@ def _is_causal(model: Any) -> bool:
 
     # Encoders of other inputs, such as images, do not read the tokens.
     return True in said("is_causal") or said("is_decoder") != {False}
+
+
+def _is_both_ways(config: Any) -> bool:
+    return getattr(config, "use_bidirectional_attention", None) in (True, "all")
 
 
 def refuse_training(model: Any) -> None:
