@@ -314,6 +314,19 @@ def test_models_without_a_cache_of_tokens_are_refused(kind: str, message: str) -
         generation(small(kind), max_new_tokens=3)
 
 
+def test_a_model_that_reads_its_own_cache_is_refused() -> None:
+    pytest.importorskip("transformers.models.dory")
+    parts = {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1}
+    sizes = {**SIZES, **parts, "num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 8}
+    config = transformers.AutoConfig.for_model("dory", **sizes, **NO_ENDS)
+    model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    (answer,) = generation(model, max_new_tokens=MOST)([prompt(5)])  # each loop writes
+    assert answer.tolist() == generated(model, prompt(5))
+    model.config.recurrent_kv_cache_mode = "last_loop"
+    with pytest.raises(StagingError, match="from its own cache"):
+        generation(model, max_new_tokens=MOST)
+
+
 def test_a_model_in_training_is_refused() -> None:
     with pytest.raises(StagingError, match="in training mode"):
         generation(small("mamba").train(), max_new_tokens=3)

@@ -64,7 +64,8 @@ class TransformersDecoder:
     else than keys and values of all tokens (state-space and other recurrent ones), models that
     number tokens by their columns (Bart's and others that are decoders of a pair), models whose
     mask has columns of an image (GIT), models that are causal only where something is padded
-    (PaliGemma, without the types of its tokens), and models in training mode.
+    (PaliGemma, without the types of its tokens), models that read a cache of their own (Dory, where
+    only its last loop writes), and models in training mode.
     """
 
     def __init__(self, model: Any) -> None:
@@ -107,6 +108,11 @@ class TransformersDecoder:
                 f"{name} lets tokens attend to later ones only where nothing is padded: an answer "
                 "would depend on longer prompts beside its own; batch whole generations with "
                 "`batched`"
+            )
+        if getattr(text, "recurrent_kv_cache_mode", None) == "last_loop":
+            raise StagingError(
+                f"{name} reads keys and values from its own cache, past ours "
+                "(recurrent_kv_cache_mode='last_loop'); batch whole generations with `batched`"
             )
         self._keeps = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         _warn_of_other_scores(name, model.generation_config)
