@@ -57,6 +57,16 @@ def test_padded_in_front(given: Any) -> None:
             "input_ids, .*, seed, and no 'max_tokens'; did you mean 'max_new_tokens'",
         ),
         ({"input_ids": BEHIND, "mask": MASK}, ValueError, "attention_mask, .* and no 'mask'"),
+        (
+            [{"input_ids": [5, 6], "attention_mask": [1]}],
+            ValueError,
+            r"attention_mask is \[1\], and input_ids is \[2\]",
+        ),
+        (
+            {"input_ids": BEHIND, "attention_mask": MASK[:, :2]},
+            ValueError,
+            r"attention_mask is \[3, 2\], and input_ids is \[3, 3\]",
+        ),
         ([{"ids": [5]}], ValueError, r"has to have input_ids, and this one has \['ids'\]"),
     ],
 )

@@ -44,8 +44,9 @@ def prompts_of(
     """Convert collated prompts: a list of them, a :class:`Padded`, a mapping, or a tensor.
 
     ``sampling`` is for prompts that do not ask for their own. Raises ValueError for a prompt that
-    has no tokens, has more than one axis, asks for no new tokens, or has a key of another name, and
-    for impossible sampling; TypeError for tokens that are no whole numbers.
+    has no tokens, has more than one axis, asks for no new tokens, or has a key of another name or
+    a mask of another shape, and for impossible sampling; TypeError for tokens that are no whole
+    numbers.
     """
     import torch
 
@@ -89,7 +90,7 @@ def _row(prompt: Any, device: Any) -> tuple[Any, int | None]:
     tokens, mask, asked = _parts(prompt)
     tokens = _tokens(tokens, device, axes=1)
     if mask is not None:
-        tokens = tokens[_tensor(mask, device) != 0]
+        tokens = tokens[_mask(mask, tokens)]
     return tokens, None if asked is None else int(asked)
 
 
@@ -102,7 +103,7 @@ def _padded(batch: Any, device: Any) -> tuple[Any, Any, Any]:
     if mask is None:
         lengths = torch.full((len(tokens),), tokens.shape[1], device=device)
     else:
-        mask = _tensor(mask, device) != 0
+        mask = _mask(mask, tokens)
         lengths = mask.sum(1)
         # Stable: padding first, the rest in its order.
         tokens = tokens.gather(1, mask.to(torch.int8).argsort(dim=1, stable=True))
@@ -148,6 +149,15 @@ def _tensor(values: Any, device: Any) -> Any:
     import torch
 
     return torch.as_tensor(values, dtype=torch.int64, device=device)
+
+
+def _mask(values: Any, tokens: Any) -> Any:
+    found = _tensor(values, tokens.device) != 0
+    if found.shape != tokens.shape:
+        raise ValueError(
+            f"attention_mask is {list(found.shape)}, and input_ids is {list(tokens.shape)}"
+        )
+    return found
 
 
 def _tokens(values: Any, device: Any, *, axes: int) -> Any:
