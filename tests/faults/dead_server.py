@@ -18,6 +18,7 @@ _INIT = struct.Struct("<IIIIHHIIHHI28x")
 _ATTRIBUTES = struct.Struct("<QQQQQQIIIIIIIIII")
 _ENTRY = struct.Struct("<QQQQII")
 _LOOKUP, _FORGET, _GETATTR, _OPEN, _READ, _RELEASE, _FLUSH, _INIT_CODE = 1, 2, 3, 14, 15, 18, 25, 26
+_STATFS = 17
 _SILENT = (_FORGET, 36, 42)
 """With INTERRUPT and BATCH_FORGET; the kernel expects no answer to the others."""
 _ENOSYS = 38
@@ -50,8 +51,8 @@ class DeadServer:
             error = ctypes.get_errno()
             os.close(self._device)
             raise OSError(error, os.strerror(error), path)
-        self.reads = 0
-        """How many wait for an answer."""
+        self.loads = 0
+        """How many wait for an answer: one to a read, or to what file system this is."""
         self._made_s = int(time.time()) - 60
         self._nodes: dict[bytes, int] = {}
         threading.Thread(target=self._serve, daemon=True).start()
@@ -75,9 +76,8 @@ class DeadServer:
             except OSError:  # unmounted
                 return
             _, code, unique, node, *_ = _IN.unpack_from(request)
-            if code == _READ:
-                self.reads += 1
             if self._is_dead or code in _SILENT or (code == _READ and not self.is_alive):
+                self.loads += code in (_READ, _STATFS)
                 continue
             answer = self._answer(code, node, request[_IN.size :])
             error = 0 if answer is not None else -_ENOSYS

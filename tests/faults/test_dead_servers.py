@@ -51,7 +51,7 @@ def test_loads_of_dead_files_keep_nobody_waiting(running: World, server: DeadSer
         hung = os.path.join(server.path, str(number))
         clients.append(running.spawn(f"say('begun'); open_file({hung!r})"))
         assert clients[-1].hear() == "begun"
-    wait_until(lambda: server.reads >= CONCURRENT_LOADS, "all threads read")
+    wait_until(lambda: server.loads >= CONCURRENT_LOADS, "all threads read")
     began = time.monotonic()
     assert running.run(f"arena = open_file({path!r}); say(len(data(arena)))") == len(content(1))
     assert time.monotonic() - began < 25, "as long as it takes until loads are given up"
@@ -80,7 +80,7 @@ def test_attributes_that_are_not_answered(running: World, serve: Callable[..., D
     client.hear()
     server.die()
     client.say()
-    wait_until(lambda: server.reads, "the load begins")
+    wait_until(lambda: server.loads, "the load begins")
     _load_local(running)
     assert running.pid() == pid
     server.close()
