@@ -141,6 +141,16 @@ class TestOwner:
         deep.create()
         deep.check_owner()
 
+    def test_others_may_not_write_to_what_is_made_whatever_the_umask(self, tmp_path: Path) -> None:
+        """Found: whoever may write to one above it could put another directory in its place."""
+        before = os.umask(0)
+        try:
+            Endpoint(str(tmp_path / "a" / "b" / "c")).create()
+        finally:
+            os.umask(before)
+        modes = [os.stat(tmp_path / each).st_mode & 0o777 for each in ("a", "a/b", "a/b/c")]
+        assert modes == [0o755, 0o755, 0o700]
+
     def test_missing(self, absent: Endpoint) -> None:
         with pytest.raises(DaemonUnavailable, match=r"no daemon has run; .*so does a load"):
             absent.check_owner()

@@ -9,6 +9,7 @@ the socket decides which bytes become weights. Search order: ``TRIMS_SOCKET_DIR`
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from typing import NamedTuple
@@ -121,8 +122,7 @@ class Endpoint(NamedTuple):
         """Make the directory if it is missing, and check it. Raises UnusableSocketDir."""
         self.check_path()
         try:
-            os.makedirs(os.path.dirname(self.directory), exist_ok=True)
-            os.mkdir(self.directory, mode)
+            _make(self.directory, mode)
         except FileExistsError:
             pass
         except OSError as error:
@@ -162,6 +162,19 @@ def _unless_others(directory: str) -> str:
 
 def _is_writable(directory: str) -> bool:
     return os.path.isdir(directory) and os.access(directory, os.W_OK | os.X_OK)
+
+
+def _make(directory: str, mode: int) -> None:
+    """Make a directory, and those above it that are missing. Raises OSError.
+
+    ``os.makedirs`` leaves the mode of those above to the umask: with a wide one, others could
+    replace what is in them.
+    """
+    parent = os.path.dirname(directory)
+    if not os.path.lexists(parent):
+        with contextlib.suppress(FileExistsError):
+            _make(parent, 0o755)
+    os.mkdir(directory, mode)
 
 
 def _check_status(directory: str, status: os.stat_result) -> None:
