@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import trims_shim
 from trims_shim.cli import demo
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
@@ -133,6 +134,28 @@ def test_what_was_made_goes_also_if_the_end_is_interrupted(
     with pytest.raises(KeyboardInterrupt), demo._place(1):
         pass
     assert not list(tmp_path.iterdir())
+
+
+_PROGRAM = """
+import json, sys, trims_shim
+numbers = dict.fromkeys(("pid", "load_s", "load_state_dict_s", "first_answer_s"), 0)
+print(json.dumps({**numbers, "checksum": trims_shim.__file__}), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_no_code_comes_from_the_working_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Found: below /tmp, another user's ``trims_shim`` was run."""
+    others = tmp_path / "trims_shim"
+    others.mkdir()
+    (others / "__init__.py").write_text("raise SystemExit('run')")
+    monkeypatch.chdir(tmp_path)
+    with demo._place(1) as place:
+        place.program.write_text(_PROGRAM)
+        with demo._program(place, "#1", True) as run:
+            assert run.checksum == trims_shim.__file__
 
 
 def ran(label: str, ready_s: float, private_bytes: int, **others: Any) -> demo._Run:

@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trims_shim import config
+from trims_shim.cli import running
 from trims_shim.cli.daemon import stop_if_running
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.saying import say
@@ -181,7 +182,9 @@ class _Place:
     def environment(self, *, with_shim: bool) -> dict[str, str]:
         """The caller's environment, with a daemon of the demonstration's own, or without trims."""
         own = {"TRIMS_SOCKET_DIR": str(self.sockets), "TRIMS_AUTOSTART": "1"}
-        return os.environ | own | {"TRIMS_ENABLED": "1" if with_shim else "0"}
+        inherited = os.environ | own | {"TRIMS_ENABLED": "1" if with_shim else "0"}
+        # As by `trims run`; but `python -m` would take code from the working directory.
+        return running.environment(inherited) if with_shim else inherited
 
 
 def demo(arguments: argparse.Namespace) -> Exit:
@@ -326,11 +329,10 @@ def _train(place: _Place) -> None:
 @contextlib.contextmanager
 def _program(place: _Place, label: str, with_shim: bool) -> Iterator[_Run]:
     """The program in a fresh process that has answered, and stays alive inside the block."""
-    launcher = [sys.executable, "-m", "trims_shim", "run"] if with_shim else [sys.executable]
     complaints = place.directory / f"{label}.err"
     with complaints.open("w") as errors:
         process = subprocess.Popen(
-            [*launcher, str(place.program), str(place.checkpoint), str(place.layers)],
+            [sys.executable, str(place.program), str(place.checkpoint), str(place.layers)],
             env=place.environment(with_shim=with_shim),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
