@@ -273,6 +273,18 @@ def test_the_store_is_in_the_cache_directory(tmp_path: Path) -> None:
     assert ProfileStore.of(default).directory == "/home/u/.cache/trims/profiles"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_root_makes_nothing_in_the_home_of_another_user(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found: under `sudo -E`, ~/.cache became root's, and its user could keep nothing there."""
+    os.chown(tmp_path, 2001, 2001)
+    store = ProfileStore.of(config.load({"HOME": str(tmp_path)}))
+    assert not store.save("name", None, SAVED)
+    assert f"is not kept: {tmp_path} belongs to user 2001" in caplog.text
+    assert os.listdir(tmp_path) == []
+
+
 def test_prepared_models_may_be_kept_beside_it(tmp_path: Path) -> None:
     before = os.umask(0o002)  # the default of many systems
     try:

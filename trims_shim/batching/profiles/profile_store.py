@@ -151,6 +151,7 @@ class ProfileStore:
         """Write or replace the profile; False, with a warning, where that fails."""
         whole = replace(saved, name=name, key=key_text(key), machine=machine_text())
         try:
+            _check_owner(self.directory)
             # Prepared models are not kept where others may write. makedirs gives its mode to the
             # last directory only, so the one above is made by itself.
             os.makedirs(os.path.dirname(self.directory), mode=0o700, exist_ok=True)
@@ -177,6 +178,19 @@ class ProfileStore:
         if message not in self._warned:
             self._warned.add(message)
             _logger.warning("%s", message)
+
+
+def _check_owner(directory: str) -> None:
+    """Raises OSError where root would write into, or make, a directory in one of another user.
+
+    Under `sudo -E`, HOME is that of a user, who could not use what root makes there.
+    """
+    directory = os.path.abspath(directory)
+    while not os.path.exists(directory):
+        directory = os.path.dirname(directory)
+    owner = os.stat(directory).st_uid
+    if owner != 0 and os.geteuid() == 0:
+        raise PermissionError(f"{directory} belongs to user {owner}")
 
 
 def key_text(key: Hashable) -> str:
