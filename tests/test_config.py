@@ -78,6 +78,16 @@ class TestSources:
         monkeypatch.setattr(os.path, "expanduser", lambda path: path.replace("~", "/home/y"))
         assert load({"HOME": ""}).cache_home == "/home/y/.cache"
 
+    def test_nothing_is_read_or_kept_in_the_working_directory(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: a relative base directory was anybody's; its specification has it ignored."""
+        (tmp_path / "trims").mkdir()
+        (tmp_path / "trims" / "trims.toml").write_text('log_file = "/home/x/.bashrc"')
+        monkeypatch.chdir(tmp_path)
+        settings = load({"HOME": "/home/x", "XDG_CONFIG_HOME": ".", "XDG_CACHE_HOME": "."})
+        assert (settings.log_file, settings.cache_home) == ("", "/home/x/.cache")
+
     def test_a_user_without_a_home(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os.path, "expanduser", lambda path: path)
         assert load({}).cache_home == "/.cache"

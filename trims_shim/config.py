@@ -486,8 +486,14 @@ class Config:
 
 def config_file(environment: Mapping[str, str]) -> str:
     """Return the path of this user's configuration file (it need not exist)."""
-    base = environment.get("XDG_CONFIG_HOME") or os.path.join(_home(environment), ".config")
-    return os.path.join(base, "trims", "trims.toml")
+    return os.path.join(_base(environment, "XDG_CONFIG_HOME", ".config"), "trims", "trims.toml")
+
+
+def _base(environment: Mapping[str, str], variable: str, default: str) -> str:
+    """A base directory. By its specification, a relative one is ignored: it would be anybody's,
+    and another one in the daemon."""
+    base = environment.get(variable, "")
+    return base if os.path.isabs(base) else os.path.join(_home(environment), default)
 
 
 def _home(environment: Mapping[str, str]) -> str:
@@ -541,7 +547,7 @@ def load(environment: Mapping[str, str] | None = None, **arguments: str) -> Conf
         sources,
         runtime_dir=env.get("XDG_RUNTIME_DIR", ""),
         temp_dir=env.get("TMPDIR", ""),
-        cache_home=env.get("XDG_CACHE_HOME") or os.path.join(_home(env), ".cache"),
+        cache_home=_base(env, "XDG_CACHE_HOME", ".cache"),
     )
 
 
