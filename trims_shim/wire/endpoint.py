@@ -171,7 +171,7 @@ def _make(directory: str, mode: int) -> None:
     replace what is in them.
     """
     parent = os.path.dirname(directory)
-    if not os.path.lexists(parent):
+    if parent and not os.path.lexists(parent):
         with contextlib.suppress(FileExistsError):
             _make(parent, 0o755)
     os.mkdir(directory, mode)
