@@ -141,7 +141,7 @@ class TestOwner:
         deep.create()
         deep.check_owner()
 
-    def test_others_may_not_write_to_what_is_made_whatever_the_umask(self, tmp_path: Path) -> None:
+    def test_a_wide_umask(self, tmp_path: Path) -> None:
         """Found: whoever may write to one above it could put another directory in its place."""
         before = os.umask(0)
         try:
