@@ -277,6 +277,7 @@ class _Server(Daemon):
     def __init__(self, config: Config, faults: _Faults, opened: list[Opened]) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.counters: Counter[str] = Counter()
+        self.counters_of_user: Counter[int] = Counter()
         self.started_ns = clock.now_ns()
         self.config_hash = config.daemon_hash()
         self.sessions = Sessions(Limits())
@@ -385,9 +386,9 @@ class _Server(Daemon):
         """Only note a release: finalizers call this and may run inside the lock."""
         self._released.append((session.number, lease))
 
-    def report(self, report: messages.StatsReport) -> None:
+    def report(self, session: Session, report: messages.StatsReport) -> None:
         with self.changed:
-            add_counters(self, report)
+            add_counters(self, session, report)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -551,7 +552,8 @@ class _Line:
 
     def report(self, counters: dict[str, int]) -> None:
         if counters and self.is_alive():
-            self._server.report(_through_codec(messages.StatsReport(counters)))
+            report = _through_codec(messages.StatsReport(counters))
+            self._server.report(self._session, report)
 
     def release(self, lease: int) -> None:
         if self._pid == os.getpid():

@@ -40,6 +40,7 @@ class FakeFront(Front):
         self.sessions = Sessions(limits or Limits())
         self.sessions._by_number[session.number] = session
         self.counters: Counter[str] = Counter()
+        self.counters_of_user: Counter[int] = Counter()
         self.ended: list[str] = []
         self.sent: list[Any] = []
         self.replies: list[tuple[bytes, int, Any]] = []

@@ -7,7 +7,6 @@ import itertools
 import os
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -245,7 +244,7 @@ def test_what_clients_say_takes_no_more_of_a_status_than_is_reckoned(server: Ser
     server.sessions.greet(session, "\U0001f600" * 64, 1 << 62)
     for name in ("\U0001f600" * 25, "\U0001f600" * 100):
         with contextlib.suppress(MalformedMessage):
-            add_counters(server, messages.StatsReport({name: 1 << 50}))
+            add_counters(server, session, messages.StatsReport({name: 1 << 50}))
     status = server.status(own(server))
     assert len(msgpack.packb(codec.plain(status.clients[-1]))) < 200
     assert len(msgpack.packb(status.counters)) < 120
@@ -379,28 +378,31 @@ def test_what_is_no_request(server: Server) -> None:
 
 class TestCounters:
     @staticmethod
-    def report(counters: Counter[str], **amounts: int) -> None:
-        server: Any = SimpleNamespace(counters=counters)
-        add_counters(server, messages.StatsReport(amounts))
+    def report(server: Server, user: int = ALICE, **amounts: int) -> None:
+        add_counters(server, server.client(user), messages.StatsReport(amounts))
 
-    def test_they_add_up_and_stay_within_64_bits(self) -> None:
-        counters: Counter[str] = Counter()
+    def test_they_add_up_and_stay_within_64_bits(self, server: Server) -> None:
         for amount in (3, 4, -5):
-            self.report(counters, served=amount)
-        assert counters == {"client.served": 7}
+            self.report(server, served=amount)
+        assert server.counters == {"client.served": 7}
         for _ in range(1 << 14):
-            self.report(counters, served=1 << 63)
-        assert counters["client.served"] == 1 << 62
+            self.report(server, served=1 << 63)
+        assert server.counters["client.served"] == 1 << 62
 
-    def test_names_are_short(self) -> None:
-        counters: Counter[str] = Counter()
-        self.report(counters, **{"x" * 100: 1})
+    def test_names_are_short(self, server: Server) -> None:
+        self.report(server, **{"x" * 100: 1})
         with pytest.raises(MalformedMessage):
-            self.report(counters, y=1, **{"x" * 101: 1})
-        assert counters == {"client." + "x" * 100: 1}
+            self.report(server, y=1, **{"x" * 101: 1})
+        assert server.counters == {"client." + "x" * 100: 1}
 
-    def test_there_are_only_so_many(self) -> None:
-        counters: Counter[str] = Counter()
-        self.report(counters, **{f"c{number}": 1 for number in range(600)})
-        self.report(counters, c0=1)
-        assert (len(counters), counters["client.c0"]) == (512, 2)
+    def test_names_that_one_user_makes_up_leave_room_for_those_of_others(
+        self, server: Server
+    ) -> None:
+        """Found: after 600 of them, nothing new was counted of anybody."""
+        self.report(server, served=1)
+        self.report(server, **{f"made_up_{number}": 1 for number in range(600)})
+        self.report(server, BOB, served=1, elided=1)
+        assert (server.counters["client.served"], server.counters["client.elided"]) == (2, 1)
+        for user in range(1, 8):
+            self.report(server, user, **{f"of_{user}_{number}": 1 for number in range(600)})
+        assert len(server.counters) == 512

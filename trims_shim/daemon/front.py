@@ -43,6 +43,8 @@ class Front(abc.ABC):
 
     sessions: Sessions
     counters: Counter[str]
+    counters_of_user: Counter[int]
+    """How many names of counters each user has brought in."""
     is_stopping: bool
     """No new opening is let in."""
 

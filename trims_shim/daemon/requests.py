@@ -36,6 +36,8 @@ from trims_shim.wire import admin, messages
 __all__ = ["Daemon", "add_counters", "handle"]
 
 _COUNTERS_LIMIT = 512
+_COUNTERS_OF_USER = _COUNTERS_LIMIT // 4
+"""Names that a user may bring in: else one with made-up names would take the place of others'."""
 _COUNTER_LIMIT = 1 << 62
 _CHECK_LIMIT = 1000
 _CLIENTS_IN_STATUS = 1000
@@ -288,16 +290,21 @@ def _check(tier: str, hashing: Hashing) -> admin.TierCheck:
         return admin.TierCheck(tier, "", str(error)[:_CHECK_LIMIT])
 
 
-def add_counters(front: Front, report: messages.StatsReport) -> None:
-    """Add a client's counters to the totals. Raises MalformedMessage for too many or too long."""
+def add_counters(front: Front, session: Session, report: messages.StatsReport) -> None:
+    """Add a client's counters to the totals. Raises MalformedMessage for too long a name."""
     if any(len(key.encode()) > messages.COUNTER_NAME_LIMIT for key in report.counters):
         raise MalformedMessage("a counter's name is too long")
+    user = session.peer.uid
     for key, amount in report.counters.items():
         name = f"client.{key}"
-        if name in front.counters or len(front.counters) < _COUNTERS_LIMIT:
-            total = front.counters[name] + max(0, min(amount, 1 << 50))
-            # It has to fit an integer of msgpack: else no status could be sent any more.
-            front.counters[name] = min(total, _COUNTER_LIMIT)
+        if name not in front.counters:
+            is_full = len(front.counters) >= _COUNTERS_LIMIT
+            if is_full or front.counters_of_user[user] >= _COUNTERS_OF_USER:
+                continue
+            front.counters_of_user[user] += 1
+        total = front.counters[name] + max(0, min(amount, 1 << 50))
+        # It has to fit an integer of msgpack: else no status could be sent any more.
+        front.counters[name] = min(total, _COUNTER_LIMIT)
 
 
 def _stop(

@@ -96,6 +96,7 @@ class Server(Daemon):
         self.memory_reason = memory_reason
         self.started_ns = clock.now_ns()
         self.counters: Counter[str] = Counter()
+        self.counters_of_user: Counter[int] = Counter()
         self._listener = listener
         self._wake_descriptor = wake_descriptor
         listener.setblocking(False)
@@ -280,7 +281,7 @@ class Server(Daemon):
         elif isinstance(message, messages.Hello):
             self._greet(session, message)
         elif isinstance(message, messages.StatsReport):
-            add_counters(self, message)
+            add_counters(self, session, message)
         elif isinstance(message, messages.DrainRequest):
             self._drain(session, message)
         elif isinstance(message, messages.FileOffer):
