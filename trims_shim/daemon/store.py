@@ -30,14 +30,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from trims_shim.daemon.eviction import Candidate, EvictionPolicy
 from trims_shim.daemon.leases import Leases
-from trims_shim.daemon.recent import Recent
 from trims_shim.daemon.values import (
     Action,
     AdoptSegment,
@@ -167,8 +166,9 @@ class Store:
         self._resident_bytes = self._reserved_bytes = 0
         self._identities: _Pointers[IdentityKey] = _Pointers()
         self._hints: _Pointers[tuple[Identity, int]] = _Pointers()
-        self._names: Recent[tuple[Digest, NameKey], None] = Recent(_NAMES_LIMIT)
-        """Names by which images were asked for, with those asked for last at the end."""
+        self._names: defaultdict[int, OrderedDict[tuple[Digest, str], None]]
+        self._names = defaultdict(OrderedDict)
+        """By user, names by which images were asked for, with those asked for last at the end."""
         self._ingests: dict[int, _Ingest] = {}
         self._loading: dict[IdentityKey, int] = {}
         self._leases: Leases[Digest] = Leases(self._numbers)
@@ -358,9 +358,10 @@ class Store:
         """
         owners = {
             owner: digest
-            for digest, (owner, path) in self._names
+            for owner, names in self._names.items()
+            if may_see_all or owner == user
+            for digest, path in names
             if path == name
-            and (may_see_all or owner == user)
             and (not is_pinned or self._is_pinned_by(digest, None if may_see_all else user))
         }
         return owners.get(user) or next(iter(owners.values()), None)
@@ -528,16 +529,27 @@ class Store:
         return GrantLease(opening, lease, digest, outcome, is_settled)
 
     def _name(self, image: _Image, name: NameKey) -> None:
-        """Note a name that an image was asked for by; beyond a limit the oldest goes."""
+        """Note a name that an image was asked for by; beyond a limit the oldest goes.
+
+        Of all names, it is the oldest of the user who has most: others keep theirs.
+        """
+        user, path = name
         image.names[name] = None
         image.names.move_to_end(name)
-        of_user = [each for each in image.names if each[0] == name[0]]
+        of_user = [each for each in image.names if each[0] == user]
         for oldest in of_user[:-_NAMES_PER_IMAGE]:
-            del image.names[oldest]
-            self._names.pop((image.digest, oldest), None)
-        gone = self._names.put((image.digest, name), None)
-        if gone is not None:
-            self._images[gone[0]].names.pop(gone[1], None)
+            self._forget_name(image, oldest)
+        self._names[user][image.digest, path] = None
+        self._names[user].move_to_end((image.digest, path))
+        if sum(map(len, self._names.values())) > _NAMES_LIMIT:
+            most = max(self._names, key=lambda each: len(self._names[each]))
+            digest, path = next(iter(self._names[most]))
+            self._forget_name(self._images[digest], (most, path))
+
+    def _forget_name(self, image: _Image, name: NameKey) -> None:
+        user, path = name
+        del image.names[name]
+        self._names[user].pop((image.digest, path))
 
     def _remember(self, keys: tuple[IdentityKey, ...], result: Ingested) -> None:
         for key in keys:
@@ -567,8 +579,8 @@ class Store:
         self._resident_bytes -= image.resident_bytes
         self._pins.pop(image.digest, None)
         self._leases.forget(image.digest)
-        for name in image.names:
-            self._names.pop((image.digest, name), None)
+        for user, path in image.names:
+            self._names[user].pop((image.digest, path))
         keys = self._identities.forget(image.digest)
         self._hints.forget(image.digest)
         return [
