@@ -122,6 +122,31 @@ def test_adopt_and_drop(harness: Harness) -> None:
     assert harness.loader.outline_bytes() == harness.loader.descriptor_count() == 0
 
 
+def test_nothing_is_left_of_what_was_in_the_memory_before(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: between and behind its records, an image could show bytes of others' files."""
+    create = harness.loader.memory.create
+
+    def used_before(device_bytes: int) -> DeviceAllocation:
+        memory = create(device_bytes)
+        for descriptor, size in zip(memory.descriptors, memory.allocations, strict=True):
+            os.pwrite(descriptor, b"x" * size, 0)
+        return memory
+
+    monkeypatch.setattr(harness.loader.memory, "create", used_before)
+    segment = harness.adopted()
+    found = bytearray()
+    for descriptor, size in zip(segment.descriptors, segment.allocations, strict=True):
+        found += os.pread(descriptor, size, 0)
+    for each in layout_of(CONTENT).placed:
+        start, size = each.source.offset_bytes, each.source.size_bytes
+        place = slice(each.offset_bytes, each.offset_bytes + size)
+        assert found[place] == CONTENT[start : start + size]
+        found[place] = bytes(size)
+    assert not any(found)
+
+
 def test_discard(harness: Harness) -> None:
     harness.loader.discard(harness.load().ingest)
     assert harness.loader.allocated_bytes() == harness.image_bytes() == 0

@@ -48,6 +48,7 @@ BYTES = {
     **dict.fromkeys(("int", "unsigned int", "CUdevice", *ENUMERATIONS_OF_PARAMETERS), 4),
     **dict.fromkeys(("size_t", "unsigned long long", "CUdeviceptr"), 8),
     **dict.fromkeys(("CUmemGenericAllocationHandle", "CUcontext", "CUstream", "CUevent"), 8),
+    "unsigned char": 1,
     "CUuuid": 16,
     "CUipcMemHandle": 64,
 }

@@ -266,6 +266,10 @@ class Driver:
         """Start a copy between addresses that the context's device may access, also a peer's."""
         self._call("cuMemcpyDtoDAsync", address, source, size_bytes, stream)
 
+    def clear(self, address: int, size_bytes: int, stream: int) -> None:
+        """Start to fill memory with zeros."""
+        self._call("cuMemsetD8Async", address, 0, size_bytes, stream)
+
     def allocate_pinned(self, size_bytes: int) -> int:
         """Return the address of host memory that the device reads and writes directly."""
         return self._number("cuMemHostAlloc", size_bytes, 0, of=f"{size_bytes} bytes")

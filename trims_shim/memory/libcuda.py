@@ -118,6 +118,7 @@ class Function(NamedTuple):
 
 _INT = ctypes.c_int  # enumerations and CUdevice as well
 _UNSIGNED = ctypes.c_uint
+_BYTE = ctypes.c_ubyte
 _SIZE = ctypes.c_size_t
 # CUdeviceptr, CUmemGenericAllocationHandle, CUcontext, CUstream, void *, unsigned long long
 _WORD = ctypes.c_uint64
@@ -163,6 +164,7 @@ FUNCTIONS = {
         Function("cuMemcpyHtoDAsync_v2", None, (_WORD, _WORD, _SIZE, _WORD)),
         Function("cuMemcpyDtoHAsync_v2", None, (_WORD, _WORD, _SIZE, _WORD)),
         Function("cuMemcpyDtoDAsync_v2", None, (_WORD, _WORD, _SIZE, _WORD)),
+        Function("cuMemsetD8Async", None, (_WORD, _BYTE, _SIZE, _WORD)),
         Function("cuMemHostAlloc", _WORD, (_SIZE, _UNSIGNED)),
         Function("cuMemFreeHost", None, (_WORD,)),
         Function("cuMemAlloc_v2", _WORD, (_SIZE,)),

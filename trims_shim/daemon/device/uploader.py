@@ -278,18 +278,33 @@ class _Jobs:
     def _placed(
         self, job: int, layout: DeviceLayout, parts: Sequence[int], allocations: Sequence[int]
     ) -> Iterator[int]:
-        """Yield the address of writable memory; that of ``ipc`` is freed if the block fails."""
+        """Yield the address of writable zeros; memory of ``ipc`` is freed if the block fails."""
         if self._backend == "vmm":
             with self._mapped(parts, allocations, is_writable=True) as address:
+                self._clear(address, sum(allocations))
                 yield address
             return
         memory = DeviceMemory(self._device, self._backend).create(layout.size_bytes)
         try:
+            self._clear(memory.address, sum(memory.allocations))
             yield memory.address
         except BaseException:
             memory.close()
             raise
         self._memory[job] = memory
+
+    def _clear(self, address: int, size_bytes: int) -> None:
+        """Fill new memory with zeros: between its records an image would show what was there.
+
+        That may be of a file that not all who get the image may read.
+        """
+        with driver().context(self._index()):
+            stream = driver().new_stream()
+            try:
+                driver().clear(address, size_bytes, stream)
+                driver().synchronize_stream(stream)
+            finally:
+                driver().destroy_stream(stream)
 
     def _download(
         self, request: duties.DownloadRequest, held: list[int], inbox: Inbox
