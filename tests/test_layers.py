@@ -21,6 +21,7 @@ LAYERS = (
         "errors",
         "specs",
         "config",
+        "directories",
         "memory.limits",
         "naming",
         "printable",

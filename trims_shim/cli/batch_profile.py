@@ -27,11 +27,10 @@ from trims_shim.cli.arguments import refuse
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.saying import say
 from trims_shim.cli.targets import (
-    heeding_ctrl_c,
     import_from_here,
     items_of,
+    measuring,
     named,
-    printing_apart,
     running,
     sizes_of,
 )
@@ -47,7 +46,7 @@ def profile(arguments: argparse.Namespace) -> Exit:
     """Measure each size, print the table, and save it if asked to."""
     import_from_here()
     # One loop for all batches: objects that a function keeps may belong to it.
-    with heeding_ctrl_c(), printing_apart(), contextlib.closing(asyncio.new_event_loop()) as loop:
+    with measuring(), contextlib.closing(asyncio.new_event_loop()) as loop:
         target = _target(arguments, loop)
         sizes = sizes_of(arguments, target.max_batch_size)
         durations_ns = _measure(target, sizes, arguments)

@@ -13,12 +13,11 @@ from trims_shim.cli.arguments import refuse
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.saying import say
 from trims_shim.cli.targets import (
-    heeding_ctrl_c,
     import_from_here,
     items_of,
     made,
+    measuring,
     named,
-    printing_apart,
 )
 from trims_shim.cli.text import print_json, table
 from trims_shim.ensemble import (
@@ -46,7 +45,7 @@ _MEASURING = (
 
 def ensemble(arguments: argparse.Namespace) -> Exit:
     """Print the matrix: a row for each device, a column for each member."""
-    with heeding_ctrl_c(), printing_apart():
+    with measuring():
         problem = _problem(arguments)
     if arguments.output:
         save_problem(arguments.output, problem)

@@ -31,10 +31,9 @@ from trims_shim.cli.exits import Exit
 from trims_shim.cli.saying import say
 from trims_shim.cli.stage_target import StageTarget
 from trims_shim.cli.targets import (
-    heeding_ctrl_c,
     import_from_here,
+    measuring,
     on_device,
-    printing_apart,
     running,
     sizes_of,
 )
@@ -58,7 +57,7 @@ def profile(arguments: argparse.Namespace) -> Exit:
     """Cut, measure, print what was found, and save it if asked to."""
     import_from_here()
     end_ns = time.perf_counter_ns() + round(arguments.limit_s * _NS_PER_S)
-    with heeding_ctrl_c(), printing_apart():
+    with measuring():
         target = StageTarget.of(arguments)
         sizes = sizes_of(arguments, target.max_batch_size)
         model, tries = _cut(target, sizes, arguments, end_ns)

@@ -20,13 +20,12 @@ from trims_shim.errors import ConfigError, TrimsError
 from trims_shim.printable import first_line, printable
 
 __all__ = [
-    "heeding_ctrl_c",
     "import_from_here",
     "items_of",
     "made",
+    "measuring",
     "named",
     "on_device",
-    "printing_apart",
     "random_tensor",
     "running",
     "sizes_of",
@@ -53,7 +52,14 @@ def sizes_of(arguments: argparse.Namespace, largest: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def printing_apart() -> Iterator[None]:
+def measuring() -> Iterator[None]:
+    """Around all code of the user: what it prints goes to stderr, and Ctrl-C ends it."""
+    with _heeding_ctrl_c(), _printing_apart():
+        yield
+
+
+@contextlib.contextmanager
+def _printing_apart() -> Iterator[None]:
     """What measured code prints goes to stderr, also from its processes: stdout is for data."""
     sys.stdout.flush()
     stdout = os.dup(1)
@@ -69,7 +75,7 @@ def printing_apart() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def heeding_ctrl_c() -> Iterator[None]:
+def _heeding_ctrl_c() -> Iterator[None]:
     """Raise KeyboardInterrupt for a Ctrl-C also where measured code made something else of it.
 
     An import of torch that is interrupted goes on, or fails as if numpy could not be imported.

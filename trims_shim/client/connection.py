@@ -544,7 +544,7 @@ def _part_count(reply: Any, tier: str) -> int:
 def _lost(error: OSError) -> DaemonUnavailable:
     """Make the error for a connection that fails; DaemonDied only if the daemon has ended it."""
     if error.errno == errno.EMFILE:
-        return DaemonUnavailable(f"this process has too few descriptors left: {error}")
+        return _too_few_descriptors(error)
     kind = DaemonDied if isinstance(error, ConnectionError) else DaemonUnavailable
     return kind(f"the daemon has closed the connection: {error}")
 
@@ -626,9 +626,13 @@ def _check_descriptors() -> None:
         # All in one call, as they are closed: an interrupt comes between calls, and loses none.
         held.extend(map(os.open, ("/",) * count, (flags,) * count))
     except OSError as error:
-        raise DaemonUnavailable(f"this process has too few descriptors left: {error}") from error
+        raise _too_few_descriptors(error) from error
     finally:
         deque(closing, maxlen=0)
+
+
+def _too_few_descriptors(error: OSError) -> DaemonUnavailable:
+    return DaemonUnavailable(f"this process has too few descriptors left: {error}")
 
 
 def _check_threads() -> None:

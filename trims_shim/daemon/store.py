@@ -362,7 +362,7 @@ class Store:
             if may_see_all or owner == user
             for digest, path in names
             if path == name
-            and (not is_pinned or self._is_pinned_by(digest, None if may_see_all else user))
+            and (not is_pinned or self.is_pinned(digest, by=None if may_see_all else user))
         }
         return owners.get(user) or next(iter(owners.values()), None)
 
@@ -385,9 +385,10 @@ class Store:
         """Whether there is an image of this digest."""
         return digest in self._images
 
-    def is_pinned(self, digest: Digest) -> bool:
-        """Whether any user has pinned an image."""
-        return digest in self._pins
+    def is_pinned(self, digest: Digest, *, by: int | None = None) -> bool:
+        """Whether this user has pinned an image; None: any user."""
+        users = self._pins.get(digest, set())
+        return bool(users) if by is None else by in users
 
     def is_needed(self) -> bool:
         """Whether any image is leased or pinned."""
@@ -593,11 +594,6 @@ class Store:
             return self._images[digest]
         except KeyError:
             raise UnknownImage(f"no resident image {digest[:12]}; `trims ls` shows them") from None
-
-    def _is_pinned_by(self, digest: Digest, user: int | None) -> bool:
-        """Whether this user has pinned an image; None: anybody."""
-        users = self._pins.get(digest, set())
-        return bool(users) if user is None else user in users
 
     def _is_free(self, image: _Image) -> bool:
         digest = image.digest

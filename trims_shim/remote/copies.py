@@ -34,11 +34,11 @@ from trims_shim.daemon.prepared.directory import (
     directory_of,
     examine,
     examined,
-    make,
     problem_of,
     space_of,
     sync,
 )
+from trims_shim.directories import make
 from trims_shim.errors import RemoteError
 from trims_shim.printable import size
 

@@ -9,12 +9,12 @@ the socket decides which bytes become weights. Search order: ``TRIMS_SOCKET_DIR`
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 from typing import NamedTuple
 
 from trims_shim.config import Config
+from trims_shim.directories import make
 from trims_shim.errors import ConfigError, DaemonUnavailable, UnusableSocketDir
 
 __all__ = ["Endpoint", "choose"]
@@ -122,9 +122,7 @@ class Endpoint(NamedTuple):
         """Make the directory if it is missing, and check it. Raises UnusableSocketDir."""
         self.check_path()
         try:
-            _make(self.directory, mode)
-        except FileExistsError:
-            pass
+            make(self.directory, mode, above=0o755)
         except OSError as error:
             raise UnusableSocketDir(
                 f"socket directory {self.directory} cannot be made: {error}; set TRIMS_SOCKET_DIR"
@@ -162,19 +160,6 @@ def _unless_others(directory: str) -> str:
 
 def _is_writable(directory: str) -> bool:
     return os.path.isdir(directory) and os.access(directory, os.W_OK | os.X_OK)
-
-
-def _make(directory: str, mode: int) -> None:
-    """Make a directory, and those above it that are missing. Raises OSError.
-
-    ``os.makedirs`` leaves the mode of those above to the umask: with a wide one, others could
-    replace what is in them.
-    """
-    parent = os.path.dirname(directory)
-    if parent and not os.path.lexists(parent):
-        with contextlib.suppress(FileExistsError):
-            _make(parent, 0o755)
-    os.mkdir(directory, mode)
 
 
 def _check_status(directory: str, status: os.stat_result) -> None:

@@ -26,6 +26,7 @@ from trims_shim.batching.profiles.profile_json import (
     target_of,
 )
 from trims_shim.config import Config
+from trims_shim.directories import existing_parent, make, roots_problem
 from trims_shim.errors import CorruptFile, FormatError
 
 __all__ = [
@@ -151,11 +152,10 @@ class ProfileStore:
         """Write or replace the profile; False, with a warning, where that fails."""
         whole = replace(saved, name=name, key=key_text(key), machine=machine_text())
         try:
-            _check_owner(self.directory)
-            # Prepared models are not kept where others may write. makedirs gives its mode to the
-            # last directory only, so the one above is made by itself.
-            os.makedirs(os.path.dirname(self.directory), mode=0o700, exist_ok=True)
-            os.makedirs(self.directory, mode=0o700, exist_ok=True)
+            directory = os.path.abspath(self.directory)
+            if problem := roots_problem(existing_parent(directory)):
+                raise PermissionError(problem)
+            make(directory)
             _write(self.path(name, key), whole)
             self._prune()
         except OSError as error:
@@ -178,19 +178,6 @@ class ProfileStore:
         if message not in self._warned:
             self._warned.add(message)
             _logger.warning("%s", message)
-
-
-def _check_owner(directory: str) -> None:
-    """Raises OSError where root would write into, or make, a directory in one of another user.
-
-    Under `sudo -E`, HOME is that of a user, who could not use what root makes there.
-    """
-    directory = os.path.abspath(directory)
-    while not os.path.exists(directory):
-        directory = os.path.dirname(directory)
-    owner = os.stat(directory).st_uid
-    if owner != 0 and os.geteuid() == 0:
-        raise PermissionError(f"{directory} belongs to user {owner}")
 
 
 def key_text(key: Hashable) -> str:

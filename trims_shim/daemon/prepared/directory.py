@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from trims_shim.config import Config, ShareOrSize
 from trims_shim.daemon.file_systems import is_in_memory
+from trims_shim.directories import existing_parent, roots_problem
 
 __all__ = [
     "PreparedSettings",
@@ -22,7 +23,6 @@ __all__ = [
     "directory_of",
     "examine",
     "examined",
-    "make",
     "problem_of",
     "space_of",
     "sync",
@@ -110,29 +110,18 @@ def examined(directory: str) -> str:
         if not problem and not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
             problem = f"{directory} cannot be written"
     except FileNotFoundError:
-        parent = _existing_parent(directory)
+        parent = existing_parent(directory)
         is_usable = os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)
         problem = "" if is_usable else f"{directory} cannot be made: {parent} cannot be written"
-        problem = problem or _roots_problem(parent) or _machines_problem(parent)
+        problem = problem or roots_problem(parent) or _machines_problem(parent)
     except OSError as error:
         problem = str(error)
     return problem
 
 
-def make(directory: str) -> None:
-    """Make a directory, and those above it that are missing, for this user only. Raises OSError.
-
-    ``os.makedirs`` leaves the mode of those above to the umask.
-    """
-    if not os.path.lexists(directory):
-        make(os.path.dirname(directory))
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(directory, 0o700)
-
-
 def space_of(directory: str) -> Space:
     """The file system that a directory is in, or will be. Raises OSError."""
-    descriptor = os.open(_existing_parent(directory), os.O_PATH | os.O_CLOEXEC)
+    descriptor = os.open(existing_parent(directory), os.O_PATH | os.O_CLOEXEC)
     try:
         found = os.fstatvfs(descriptor)
         is_memory = is_in_memory(descriptor)
@@ -157,12 +146,6 @@ def problem_of(path: str, status: os.stat_result, *, may_be_roots: bool) -> str:
     return ""
 
 
-def _existing_parent(path: str) -> str:
-    while not os.path.exists(path) and path != os.path.dirname(path):
-        path = os.path.dirname(path)
-    return path
-
-
 def sync(path: str) -> None:
     """Write a file or directory, which is no link, to the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -174,12 +157,6 @@ def sync(path: str) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _roots_problem(parent: str) -> str:
-    """Under `sudo -E`, HOME is another user's, who could not use what root makes there."""
-    owner = os.stat(parent).st_uid
-    return f"{parent} belongs to user {owner}" if os.geteuid() == 0 != owner else ""
 
 
 def _machines_problem(path: str) -> str:

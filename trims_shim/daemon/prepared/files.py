@@ -34,7 +34,7 @@ from typing import NamedTuple
 from blake3 import blake3
 
 from trims_shim._version import __version__
-from trims_shim.daemon.prepared.directory import examine, make, problem_of, sync
+from trims_shim.daemon.prepared.directory import examine, problem_of, sync
 from trims_shim.daemon.prepared.key import LAYOUT_VERSION
 from trims_shim.daemon.prepared.manifest import (
     FileStamp,
@@ -45,6 +45,7 @@ from trims_shim.daemon.prepared.manifest import (
     with_source,
 )
 from trims_shim.daemon.prepared.values import RUNTIME_LIMIT, Entry, KeepRefusal, Known
+from trims_shim.directories import make
 from trims_shim.errors import CorruptFile, NotServed, TrimsError
 from trims_shim.specs import PREPARED_MODEL, PREPARED_WEIGHTS, Identity
 

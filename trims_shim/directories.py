@@ -1,0 +1,36 @@
+"""Directories that this process makes for itself, safe from other users."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+__all__ = ["existing_parent", "make", "roots_problem"]
+
+
+def make(directory: str, mode: int = 0o700, *, above: int = 0o700) -> None:
+    """Make a directory, and those above it that are missing with mode ``above``. Raises OSError.
+
+    ``os.makedirs`` leaves the mode of those above to the umask: with a wide one, others could
+    replace what is in them.
+    """
+    if directory and not os.path.lexists(directory):
+        make(os.path.dirname(directory), above, above=above)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(directory, mode)
+
+
+def existing_parent(path: str) -> str:
+    """The path itself, or the nearest directory above it that exists."""
+    while not os.path.exists(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def roots_problem(parent: str) -> str:
+    """Why root is to make nothing in a directory; empty if it may, or this is not root.
+
+    Under `sudo -E`, HOME is another user's, who could not use what root makes there.
+    """
+    owner = os.stat(parent).st_uid
+    return f"{parent} belongs to user {owner}" if os.geteuid() == 0 != owner else ""
