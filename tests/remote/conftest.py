@@ -15,18 +15,11 @@ from trims_shim.remote import web as web_module
 from .web_server import WebServer, serving
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[WebServer]:
+@pytest.fixture
+def web() -> Iterator[WebServer]:
+    """One for each test: streams that were given up may ask their server once more, later."""
     with serving() as server:
         yield server
-
-
-@pytest.fixture
-def web(server: WebServer) -> WebServer:
-    """It has no files yet, and nobody has asked."""
-    server.files.clear()
-    server.asked.clear()
-    return server
 
 
 @pytest.fixture
