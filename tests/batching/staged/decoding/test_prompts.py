@@ -67,6 +67,12 @@ def test_padded_in_front(given: Any) -> None:
             ValueError,
             r"attention_mask is \[3, 2\], and input_ids is \[3, 3\]",
         ),
+        ([{"input_ids": [5], "max_new_tokens": 2.5}], TypeError, "max_new_tokens is 2.5; .* whole"),
+        (
+            {"input_ids": BEHIND, "max_new_tokens": [2.5] * 3},
+            TypeError,
+            "max_new_tokens is .* whole",
+        ),
         ([{"ids": [5]}], ValueError, r"has to have input_ids, and this one has \['ids'\]"),
     ],
 )

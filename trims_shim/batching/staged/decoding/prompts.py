@@ -45,8 +45,8 @@ def prompts_of(
 
     ``sampling`` is for prompts that do not ask for their own. Raises ValueError for a prompt that
     has no tokens, has more than one axis, asks for no new tokens, or has a key of another name or
-    a mask of another shape, and for impossible sampling; TypeError for tokens that are no whole
-    numbers.
+    a mask of another shape, and for impossible sampling; TypeError for tokens, or a number of
+    new ones, that are no whole numbers.
     """
     import torch
 
@@ -91,7 +91,7 @@ def _row(prompt: Any, device: Any) -> tuple[Any, int | None]:
     tokens = _tokens(tokens, device, axes=1)
     if mask is not None:
         tokens = tokens[_mask(mask, tokens)]
-    return tokens, None if asked is None else int(asked)
+    return tokens, None if asked is None else int(_budgets(asked, device))
 
 
 def _padded(batch: Any, device: Any) -> tuple[Any, Any, Any]:
@@ -107,7 +107,7 @@ def _padded(batch: Any, device: Any) -> tuple[Any, Any, Any]:
         lengths = mask.sum(1)
         # Stable: padding first, the rest in its order.
         tokens = tokens.gather(1, mask.to(torch.int8).argsort(dim=1, stable=True))
-    return tokens, lengths, None if asked is None else _tensor(asked, device).reshape(-1)
+    return tokens, lengths, None if asked is None else _budgets(asked, device).reshape(-1)
 
 
 def _wishes(prompt: Any) -> dict[str, Any]:
@@ -145,14 +145,19 @@ def _parts(batch: Any) -> tuple[Any, Any, Any]:
     return batch, None, None
 
 
-def _tensor(values: Any, device: Any) -> Any:
+def _budgets(values: Any, device: Any) -> Any:
     import torch
 
-    return torch.as_tensor(values, dtype=torch.int64, device=device)
+    found = torch.as_tensor(values, device=device)
+    if found.is_floating_point():
+        raise TypeError(f"max_new_tokens is {values!r}; it has to be a whole number")
+    return found.to(torch.int64)
 
 
 def _mask(values: Any, tokens: Any) -> Any:
-    found = _tensor(values, tokens.device) != 0
+    import torch
+
+    found = torch.as_tensor(values, dtype=torch.int64, device=tokens.device) != 0
     if found.shape != tokens.shape:
         raise ValueError(
             f"attention_mask is {list(found.shape)}, and input_ids is {list(tokens.shape)}"
