@@ -23,10 +23,12 @@ def test_stamps_in_whole_seconds_take_longer_to_change(monkeypatch: pytest.Monke
     ("file_system", "major", "mtime_ns", "ctime_ns", "is_trusted"),
     [
         (0x73717368, 7, 5_000_000_000, 5_000_000_000, False),  # squashfs
-        (0xEF53, 8, 5_000_000_000, 5_000_000_000, True),  # ext4
+        (0x0BD00BD0, 0, 5_000_000_000, 5_000_000_000, True),  # Lustre
         (0xEF53, 7, 5_000_000_000, 5_000_000_000, False),  # an image of ext4, on a loop device
+        (0xEF53, 7, 5_000_000_000, 6_000_000_000, False),
+        (0xEF53, 259, 5_000_000_000, 5_000_000_000, False),  # on a partition of one
         (0xEF53, 7, 5_000_000_001, 5_000_000_001, True),
-        (0, 8, 5_000_000_000, 6_000_000_000, True),
+        (0xEF53, 8, 5_000_000_000, 6_000_000_001, True),
         (0, 8, 5_000_000_001, 5_000_000_001, True),
     ],
 )

@@ -16,10 +16,8 @@ _SETTLED_AFTER_REMOTE_NS = 2_000_000_000
 _LOCAL_DEVICE_MAJORS = frozenset({8, 65, 66, 67, 68, 69, 70, 71, 202, 252, 253, 254, 259})
 """SCSI, Xen, virtio, device mapper and NVMe disks (Documentation/admin-guide/devices.txt)."""
 _SECOND_NS = 1_000_000_000
-_CHANGE_TIMES_IN_SECONDS = frozenset({0xEF53, 0x0BD00BD0})
-"""ext2 to ext4 with small inodes, and Lustre (linux/magic.h, lustre_user.h)."""
-_LOOP_MAJOR = 7
-"""Devices that are images, of which one may be set up in the place of another."""
+_LUSTRE = 0x0BD00BD0
+"""Stamps changes in whole seconds (lustre_user.h)."""
 _IN_MEMORY = frozenset({0x01021994, 0x858458F6})
 """tmpfs and ramfs (linux/magic.h)."""
 _PROC = 0x9FA0
@@ -38,14 +36,13 @@ def is_settled(identity: Identity, at_ns: int) -> bool:
 def has_change_time(descriptor: int, identity: Identity) -> bool:
     """Whether the ctime is a real one. False in doubt: the file is read again each time.
 
-    FAT, squashfs and other images have none and show the mtime, which writers and builders can set
-    freely. An image that replaces another one has its device and inode numbers, too.
+    FAT, squashfs and other images have none and show the mtime, which writers and builders
+    can set freely. Builders of ext4 images choose both, in whole seconds, and an image may take
+    another one's place on any kind of device: with its numbers of device and inode.
     """
-    if identity.ctime_ns != identity.mtime_ns or identity.ctime_ns % _SECOND_NS:
-        return True
-    if os.major(identity.device) == _LOOP_MAJOR:
-        return False  # Builders of ext4 images choose the ctime as well.
-    return _file_system(descriptor) in _CHANGE_TIMES_IN_SECONDS
+    if identity.ctime_ns % _SECOND_NS == 0:
+        return _file_system(descriptor) == _LUSTRE
+    return True
 
 
 def is_in_memory(descriptor: int) -> bool:
