@@ -18,11 +18,16 @@ _LOCAL_DEVICE_MAJORS = frozenset({8, 65, 66, 67, 68, 69, 70, 71, 202, 252, 253, 
 _SECOND_NS = 1_000_000_000
 _LUSTRE = 0x0BD00BD0
 """Stamps changes in whole seconds (lustre_user.h)."""
+_WITHOUT_CHANGE_TIMES = frozenset({0xE0F5E1E2, 0x2011BAB0})
+"""EROFS and exFAT, which show the mtime, with a fraction of a second (linux/magic.h)."""
+_OVERLAY = 0x794C7630
 _IN_MEMORY = frozenset({0x01021994, 0x858458F6})
 """tmpfs and ramfs (linux/magic.h)."""
 _PROC = 0x9FA0
+_AT_EMPTY_PATH, _STATX_BTIME = 0x1000, 0x800
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_statx = getattr(_libc, "statx", None)
 
 
 def is_settled(identity: Identity, at_ns: int) -> bool:
@@ -36,13 +41,18 @@ def is_settled(identity: Identity, at_ns: int) -> bool:
 def has_change_time(descriptor: int, identity: Identity) -> bool:
     """Whether the ctime is a real one. False in doubt: the file is read again each time.
 
-    FAT, squashfs and other images have none and show the mtime, which writers and builders
+    FAT, squashfs, EROFS and other images have none and show the mtime, which writers and builders
     can set freely. Builders of ext4 images choose both, in whole seconds, and an image may take
     another one's place on any kind of device: with its numbers of device and inode.
     """
     if identity.ctime_ns % _SECOND_NS == 0:
         return _file_system(descriptor) == _LUSTRE
-    return True
+    if identity.ctime_ns != identity.mtime_ns:
+        return True
+    kind = _file_system(descriptor)
+    if kind == _OVERLAY:  # The layer with the file may be EROFS, which knows no birth times either.
+        return _has_birth_time(descriptor)
+    return kind not in _WITHOUT_CHANGE_TIMES
 
 
 def is_in_memory(descriptor: int) -> bool:
@@ -63,3 +73,11 @@ def _file_system(descriptor: int) -> int:
     status = (ctypes.c_long * 64)()
     kind = ctypes.c_uint32(status[0] if _libc.fstatfs(descriptor, status) == 0 else 0)
     return kind.value
+
+
+def _has_birth_time(descriptor: int) -> bool:
+    """Whether statx(2) can tell when the file was made: ``stx_mask``, the first field."""
+    found = (ctypes.c_uint32 * 64)()
+    if _statx is None or _statx(descriptor, b"", _AT_EMPTY_PATH, _STATX_BTIME, found) != 0:
+        return False
+    return bool(found[0] & _STATX_BTIME)
