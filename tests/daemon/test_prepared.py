@@ -750,6 +750,24 @@ class TestTrust:
         assert world.outcome(model) == "refused unsettled_file"
         assert world.preparer.orders == []
 
+    def test_nor_is_one_whose_external_data_have_none(
+        self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: with data on an EROFS image, a session had those of the image before it."""
+
+        def has_change_time(descriptor: int, identity: Identity) -> bool:
+            return identity == identity_of(model)
+
+        world = make_world()
+        world.preparer.externals = ("w.bin",)
+        model.with_name("w.bin").write_bytes(b"w" * 100)
+        with monkeypatch.context() as patched:
+            patched.setattr(prepared_jobs, "has_change_time", has_change_time)
+            world.make(model)
+        assert world.outcome(model) == "refused unsettled_file"
+        assert world.preparer.verdicts == [False]
+        assert world.prepared._store.recall(identity_of(model), str(model.parent)) is None
+
     def test_sealed_memory_cannot_change(
         self, make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -295,6 +295,11 @@ class Jobs:
         job.key = self._key_of(content, job.request.recipe)
         self._check_unchanged(job)
         externals = () if job.known is None else job.known.externals
+        if not all(map(_has_change_time, files)):
+            job.known = None
+            raise NotServed(
+                "unsettled_file", "its external data are on a file system without times of changes"
+            )
         if not self._trusts_young_files:
             job.young = tuple(each for each in externals if not is_settled(each, started_ns))
         if job.young:
@@ -332,6 +337,17 @@ class Jobs:
         if not is_same:
             job.known = None
             raise NotServed("file_changed", f"{job.name} changed while it was prepared")
+
+
+def _has_change_time(file: duties.ExternalFile) -> bool:
+    try:
+        descriptor = os.open(file.path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return has_change_time(descriptor, file.identity)
+    finally:
+        close_all([descriptor])
 
 
 def _order(job: Job, directory: str) -> Order:
