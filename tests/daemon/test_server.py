@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import time
@@ -283,6 +284,33 @@ class TestLife:
         server._accept()
         assert caplog.messages == []
         assert server.counters["refused_clients"] == 0
+
+    def test_a_client_that_cannot_be_watched(
+        self, server: Server, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: it ended the daemon, where other programs had all watches of the user."""
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        refused, served = handover.new_socket(), handover.new_socket()
+        with refused, served:
+            refused.connect(server.endpoint.handover)
+            with monkeypatch.context() as patch:
+                patch.setattr(server._selector, "register", full)
+                server._turn()
+            packet = handover.receive(refused)
+            assert packet is not None
+            assert packet.message.error == "TooManyRequests"
+            assert "No space left" in packet.message.message
+            assert handover.receive(refused) is None
+            assert (len(server.sessions), server.counters["refused_clients"]) == (0, 1)
+            served.connect(server.endpoint.handover)
+            handover.send(served, HELLO)
+            server._turn()
+            packet = handover.receive(served)
+            assert packet is not None
+            assert len(packet.message.token) == 16
 
     def test_the_end_of_a_session_is_told_to_all(
         self, server: Server, connect: Connect, monkeypatch: pytest.MonkeyPatch

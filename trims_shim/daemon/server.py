@@ -232,17 +232,25 @@ class Server(Daemon):
             try:
                 session = self.sessions.accept(connection, clock.now_ns())
             except TooManyRequests as error:
-                self._warn_of_accept(error)
-                # Without a word, it would take us for dead and try to start another daemon.
-                with contextlib.suppress(OSError):
-                    handover.send(connection, self.error_reply(error))
+                self._turn_away(connection, error)
                 self.sessions.hang_up(connection)
                 continue
-            self._selector.register(connection, selectors.EVENT_READ, session)
+            try:
+                self._selector.register(connection, selectors.EVENT_READ, session)
+            except OSError as error:  # fs.epoll.max_user_watches: all of a user share them
+                self._turn_away(connection, TooManyRequests(f"no connection can be added: {error}"))
+                self.end_session(session, "")
+                continue
             # Its Hello, and the request behind it, may have arrived.
             self._read_session(session, _PACKETS_OF_A_GREETING)
             if self.is_stopping:
                 return  # That packet asked to stop, and the listener is closed.
+
+    def _turn_away(self, connection: socket.socket, error: TooManyRequests) -> None:
+        self._warn_of_accept(error)
+        # Without a word, it would take us for dead and try to start another daemon.
+        with contextlib.suppress(OSError):
+            handover.send(connection, self.error_reply(error))
 
     def _warn_of_accept(self, reason: object) -> None:
         self.counters["refused_clients"] += 1
