@@ -617,6 +617,21 @@ def test_a_copy_that_goes_while_it_is_taken_is_none(
     assert copies.use("k-1") == ""
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOLCK, "no locks")])
+def test_what_cannot_be_locked_is_closed(
+    copies: Copies, before_lock: Callable[..., None], no_leak: None, error: BaseException
+) -> None:
+    """Found: each such call left a descriptor open."""
+
+    def fail() -> None:
+        raise error
+
+    keep(copies, "k-1")
+    before_lock(fail)
+    with pytest.raises(type(error)):
+        copies.use("k-1")
+
+
 def test_a_copy_that_is_replaced_while_it_is_taken_is_none(
     copies: Copies, before_lock: Callable[..., None], no_leak: None
 ) -> None:

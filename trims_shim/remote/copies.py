@@ -142,8 +142,12 @@ class Copies:
             held = _opened(path)
             if held is None:
                 return ""
-            # Who holds it exclusively is about to delete it, or has just made it.
-            fcntl.flock(held.number, fcntl.LOCK_SH)
+            try:
+                # Who holds it exclusively is about to delete it, or has just made it.
+                fcntl.flock(held.number, fcntl.LOCK_SH)
+            except BaseException:  # also an interrupt: it may take long
+                held.close()
+                raise
             if not _is_at(held, path):
                 held.close()
                 return ""
