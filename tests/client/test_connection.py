@@ -635,6 +635,25 @@ def test_an_interrupt_while_the_control_socket_is_made(
 
 
 @pytest.mark.usefixtures("no_leak")
+@pytest.mark.parametrize(("place", "name"), [(os, "eventfd"), (select, "epoll")])
+def test_where_no_event_can_be_waited_for(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, place: Any, name: str
+) -> None:
+    """Found: ZeroMQ aborted programs in sandboxes that refuse these calls, or without watches."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    thread = daemon.talk(daemon.hear, daemon.welcome)
+    connection = connect(daemon)
+    monkeypatch.setattr(place, name, refuse)
+    with pytest.raises(DaemonUnavailable, match="cannot wait for events"):
+        connection.request(admin.GetStatusRequest())
+    thread.join(PATIENCE_S)
+    connection.close()
+
+
+@pytest.mark.usefixtures("no_leak")
 def test_interrupts_while_descriptors_are_counted() -> None:
     class Interrupt(BaseException):
         pass

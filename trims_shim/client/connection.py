@@ -19,6 +19,7 @@ import contextlib
 import errno
 import itertools
 import os
+import select
 import socket
 import threading
 import time
@@ -361,6 +362,7 @@ class Connection:
             raise DaemonUnavailable(f"the daemon's socket {path} is gone")
         _check_descriptors()
         _check_threads()
+        _check_events()
         # At its end, a context waits for ever for a socket that is still open.
         with zmq.Context(io_threads=1) as context:
             try:
@@ -639,3 +641,22 @@ def _check_threads() -> None:
     """Raise DaemonUnavailable where ZeroMQ would get no threads and abort the process."""
     if not can_start(_THREADS_NEEDED):
         raise DaemonUnavailable("this process can start too few threads (see `ulimit -u`)")
+
+
+def _check_events() -> None:
+    """Raise DaemonUnavailable where ZeroMQ could not wait for events and would abort the process.
+
+    A sandbox may refuse these calls, and a user has so many watches (fs.epoll.max_user_watches).
+    """
+    if not hasattr(select, "epoll"):  # eventlet removes it from the module, not from the kernel
+        return
+    held: list[int] = []
+    closing = map(os.close, held)
+    try:
+        held.extend(map(os.eventfd, (0,), (os.EFD_CLOEXEC,)))  # see _check_descriptors
+        with select.epoll() as poll:
+            poll.register(held[0], select.EPOLLIN)
+    except OSError as error:
+        raise DaemonUnavailable(f"this process cannot wait for events: {error}") from error
+    finally:
+        deque(closing, maxlen=0)
