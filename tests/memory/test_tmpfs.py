@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -111,6 +113,19 @@ class TestRefusal:
     def test_a_child_that_dies(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tmpfs, "_send_mounts_and_exit", lambda *_: os._exit(1))
         with pytest.raises(MemoryFailure, match="died"):
+            tmpfs.open_tmpfs(BUDGET, in_user_namespace=True)
+
+    @pytest.mark.parametrize(("place", "name"), [(os, "fork"), (socket, "socketpair")])
+    def test_a_child_that_cannot_be_asked(
+        self, monkeypatch: pytest.MonkeyPatch, place: Any, name: str
+    ) -> None:
+        """Found: no other kind of memory was tried, and the daemon did not start."""
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+        monkeypatch.setattr(place, name, refuse)
+        with pytest.raises(MemoryFailure, match="Operation not permitted"):
             tmpfs.open_tmpfs(BUDGET, in_user_namespace=True)
 
     def test_a_child_that_hangs(self, monkeypatch: pytest.MonkeyPatch) -> None:

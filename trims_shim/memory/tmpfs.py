@@ -39,6 +39,20 @@ def open_tmpfs(budget_bytes: int, *, in_user_namespace: bool) -> tuple[int, int]
     of the latter: inside, a daemon would see its clients' users as nobody. Forks, so call it before
     any thread starts. Raises MemoryFailure where the machine does not allow it.
     """
+    try:
+        answer, descriptors = _ask_child(budget_bytes, in_user_namespace)
+    except OSError as error:
+        raise MemoryFailure(f"the child that mounts a tmpfs: {error}") from error
+    if len(descriptors) != 2:
+        reason = answer.decode(errors="replace")
+        raise MemoryFailure(reason or "the child that mounts a tmpfs died")
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    return descriptors[0], descriptors[1]
+
+
+def _ask_child(budget_bytes: int, in_user_namespace: bool) -> tuple[bytes, list[int]]:
+    """Return what a new child says, and its descriptors. Raises OSError."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         child = os.fork()
@@ -48,19 +62,14 @@ def open_tmpfs(budget_bytes: int, *, in_user_namespace: bool) -> tuple[int, int]
         ours.settimeout(_PATIENCE_S)
         try:
             answer, descriptors, _, _ = socket.recv_fds(ours, 1024, 2)
-        except OSError as error:
+        except OSError:
             with contextlib.suppress(OSError):
                 os.kill(child, signal.SIGKILL)
-            raise MemoryFailure(f"the child that mounts a tmpfs: {error}") from error
+            raise
         finally:
             with contextlib.suppress(OSError):
                 os.waitpid(child, 0)
-    if len(descriptors) != 2:
-        reason = answer.decode(errors="replace")
-        raise MemoryFailure(reason or "the child that mounts a tmpfs died")
-    for descriptor in descriptors:
-        os.set_inheritable(descriptor, False)
-    return descriptors[0], descriptors[1]
+    return answer, descriptors
 
 
 def _send_mounts_and_exit(
