@@ -667,6 +667,26 @@ def test_nothing_is_seen_of_it_before_it_is_whole(web: WebServer, home: Path) ->
     assert not any(name.endswith(".partial") for name in names_in(home))
 
 
+def test_a_disk_that_fails_at_the_end_is_told(
+    web: WebServer, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: the copy had its name by then, and it was said that others had deleted it."""
+    url = web.put("vit.pt", CONTENT)
+    sync = copies.sync
+
+    def fail(path: str) -> None:
+        if path == str(home):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        sync(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copies, "sync", fail)
+        with pytest.raises(OSError, match="Input/output error"):
+            trims_shim.fetch(url)
+    assert Path(trims_shim.fetch(url)).read_bytes() == CONTENT
+    assert web.asked["body"] == 1
+
+
 @pytest.mark.parametrize(
     ("when", "number"),
     [

@@ -148,7 +148,8 @@ class _Fetching:
                 partial.discard()  # It may have bytes of two versions.
                 listing, changes = now, changes + 1
             except OSError as error:
-                partial.check()
+                if isinstance(error, FileNotFoundError | NotADirectoryError):
+                    partial.check()
                 if error.errno not in _FULL:
                     raise
                 partial.discard()
