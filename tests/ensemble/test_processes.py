@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import selectors
 import signal
 import socket
 import subprocess
@@ -74,6 +75,27 @@ def test_a_worker_that_cannot_be_told_something_is_replaced(
     with ensemble_of(by(members.times, 2.0)) as ensemble:
         assert np.array_equal(ensemble.submit(ROWS).result(PATIENCE_S), ROWS * 2)
         assert ensemble.stats().restarts == 1
+
+
+def test_a_worker_that_cannot_be_listened_to_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found: where the user had no epoll watch left, callers waited for it for ever."""
+    processes: list[subprocess.Popen[bytes]] = []
+    start = hosting._started
+
+    def noted(*arguments: Any) -> subprocess.Popen[bytes]:
+        processes.append(start(*arguments))
+        return processes[-1]
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(hosting, "_started", noted)
+    with ensemble_of(by(members.times, 2.0)) as ensemble:
+        monkeypatch.setattr(selectors.DefaultSelector, "register", refuse)
+        processes[0].kill()
+        with pytest.raises(MemberFailed, match="signal 9"):
+            ensemble.submit(ROWS).result(PATIENCE_S)
+        assert [each.poll() is None for each in processes] == [False, False]
 
 
 def test_a_worker_is_given_each_shared_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,8 +72,14 @@ class Crew:
     def start(self, number: int) -> None:
         """Start a process at a place that has none. Raises OSError."""
         place = self.places[number]
-        place.process = WorkerProcess(place.setup)
-        self._selector.register(place.process.channel.connection, selectors.EVENT_READ, number)
+        process = WorkerProcess(place.setup)
+        try:
+            self._selector.register(process.channel.connection, selectors.EVENT_READ, number)
+        except BaseException:  # not one that nobody hears: its callers would wait for ever
+            process.kill()
+            process.death()
+            raise
+        place.process = process
 
     def bury(self, number: int) -> str:
         """Remove a process that has died; return how it ended, in words."""
