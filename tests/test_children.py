@@ -12,6 +12,8 @@ import pytest
 import trims_shim
 from trims_shim import children
 from trims_shim.children import NoAnswer, NoInterpreter, ask_child, interpreter, search_path
+from trims_shim.daemon.prepared.key import LAYOUT_VERSION
+from trims_shim.wire import messages
 
 
 def test_directories_that_are_the_same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,3 +111,19 @@ def test_a_frozen_program_is_not_run_again(
         ask_child("print(1)")
     assert trims_shim.info()
     assert not (tmp_path / "ran").exists()
+
+
+def test_what_is_installed_under_this_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another version than the one that it has imported, perhaps half written, or none."""
+    constant = children.installed_constant
+    assert constant("_version.py", "__version__") == trims_shim.__version__
+    assert constant("wire/messages.py", "PROTOCOL_VERSION") == str(messages.PROTOCOL_VERSION)
+    assert constant("daemon/prepared/key.py", "LAYOUT_VERSION") == str(LAYOUT_VERSION)
+    monkeypatch.setattr(children, "PACKAGE_DIRECTORY", str(tmp_path))
+    assert constant("_version.py", "__version__") == ""
+    (tmp_path / "_version.py").write_bytes(b'"""\xff"""\n__version__ = "9.9')
+    assert constant("_version.py", "__version__") == ""
+    (tmp_path / "_version.py").write_bytes(b'"""\xff"""\n__version__ = "9.9.0rc1"\n')
+    assert constant("_version.py", "__version__") == "9.9.0rc1"

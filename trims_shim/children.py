@@ -1,7 +1,8 @@
-"""The interpreters that we start: their search path, the names that people see, and answers."""
+"""The interpreters that we start: their search path and version, names that people see, answers."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -17,6 +18,7 @@ __all__ = [
     "NoInterpreter",
     "ask_child",
     "be_called",
+    "installed_constant",
     "interpreter",
     "library_first",
     "search_path",
@@ -108,6 +110,20 @@ def search_path() -> list[str]:
     """
     ours = [each for each in sys.path if isinstance(each, str) and os.path.isabs(each)]
     return library_first([os.path.dirname(PACKAGE_DIRECTORY), *ours])
+
+
+def installed_constant(path: str, name: str) -> str:
+    """Return a number or text of a module as they would import it; empty if it is not found.
+
+    Another version of this package may have been installed under this process. ``path`` is below
+    the package, which may be in a zip archive and have no files.
+    """
+    whole = os.path.join(PACKAGE_DIRECTORY, path)
+    with contextlib.suppress(OSError), open(whole, encoding="utf-8", errors="replace") as file:
+        found = re.search(rf'^{name} = ("?)([\w.+!-]+)\1$', file.read(), re.MULTILINE)
+        if found is not None:
+            return found[2]
+    return ""
 
 
 def library_first(directories: Iterable[str]) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from harness import PATIENCE_S
 
+import trims_shim
 from trims_shim import config
 from trims_shim.client import cache as caches
 from trims_shim.client import pool
@@ -287,6 +288,17 @@ def test_a_start_that_fails_is_not_tried_for_each_file(
 def test_a_version_with_digits_that_are_no_number() -> None:
     """Found: the load failed with ValueError, which is none of this package's errors."""
     assert pool.is_older(messages.Welcome(messages.PROTOCOL_VERSION, "0.0.²", 1, "i", b"t"))
+
+
+def test_a_downgrade_to_another_protocol_of_the_same_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found, with two states of the repository: each load replaced the daemon by its like."""
+    protocol = messages.PROTOCOL_VERSION
+    older = messages.Welcome(protocol, trims_shim.__version__, 1, "i", b"t")
+    monkeypatch.setattr(messages, "PROTOCOL_VERSION", protocol + 1)
+    assert not pool.is_older(older)
+    assert pool.is_older(older._replace(protocol=protocol - 1))
 
 
 @pytest.mark.parametrize("may_start", [True, False])

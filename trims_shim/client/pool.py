@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from trims_shim import diagnostics
 from trims_shim._version import __version__
+from trims_shim.children import installed_constant
 from trims_shim.client import spawn
 from trims_shim.client.connection import Connection, DaemonDied, Granted, check_protocol
-from trims_shim.config import PACKAGE_DIRECTORY, Config
+from trims_shim.config import Config
 from trims_shim.errors import (
     DaemonError,
     DaemonStartFailed,
@@ -278,25 +277,21 @@ def _check_age(welcome: messages.Welcome) -> None:
 
 
 def is_older(welcome: messages.Welcome) -> bool:
-    """Return whether a daemon is one that a process of this version replaces."""
-    ours = (messages.PROTOCOL_VERSION, _version_key(__version__))
-    if (welcome.protocol, _version_key(welcome.package)) >= ours:
-        return False
-    installed = _installed_version()
-    return installed == __version__ or _version_key(welcome.package) < _version_key(installed)
+    """Return whether a daemon is one that a process of this version replaces.
 
-
-def _installed_version() -> str:
-    """Return the version that a successor would have.
-
-    After a downgrade below this process it is as old as the daemon: replacing that would never end.
+    After a downgrade below this process a successor is as old as the daemon: replacing that would
+    never end.
     """
-    path = os.path.join(PACKAGE_DIRECTORY, "_version.py")
-    with contextlib.suppress(OSError), open(path) as file:  # None is there in a zip archive.
-        found = re.search(r'^__version__ = "(.+)"', file.read(), re.MULTILINE)
-        if found is not None:
-            return found[1]
-    return __version__
+    theirs = _key(welcome.protocol, welcome.package)
+    ours = _key(messages.PROTOCOL_VERSION, __version__)
+    return theirs < ours and theirs < _key(
+        installed_constant("wire/messages.py", "PROTOCOL_VERSION") or messages.PROTOCOL_VERSION,
+        installed_constant("_version.py", "__version__") or __version__,
+    )
+
+
+def _key(protocol: int | str, package: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return _version_key(str(protocol)), _version_key(package)
 
 
 def _version_key(version: str) -> tuple[int, ...]:
