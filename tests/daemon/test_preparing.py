@@ -23,6 +23,7 @@ from onnx_models import perceptron, save
 from prepare_requests import request
 
 import trims_shim
+from trims_shim import children
 from trims_shim.daemon.prepared import preparing
 from trims_shim.daemon.prepared.interpreters import interpreter_of
 from trims_shim.daemon.prepared.preparing import Order, Preparer
@@ -343,6 +344,27 @@ class TestDistrust:
         assert reply is not None
         assert (reply.reason, reply.is_lasting) == ("preparer_not_started", False)
         assert "/nowhere/trims_shim was removed under the daemon" in reply.message
+
+    @pytest.mark.parametrize(
+        ("path", "name"),
+        [
+            ("wire/messages.py", "PROTOCOL_VERSION"),
+            ("daemon/prepared/key.py", "LAYOUT_VERSION"),
+        ],
+    )
+    def test_another_version_that_was_installed_under_the_daemon(
+        self, path: str, name: str, fakes: Fakes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """Found: what a preparer of another layout made was published as one of the daemon's."""
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(f"{name} = 1000000\n")
+        monkeypatch.setattr(children, "PACKAGE_DIRECTORY", str(tmp_path))
+        order = fakes.order()
+        reply = fakes.preparer().run(order, yes)
+        os.close(order.request.source)
+        assert reply is not None
+        assert (reply.reason, reply.is_lasting) == ("preparer_not_started", False)
+        assert "another trims_shim was installed under the daemon" in reply.message
 
 
 class TestClose:

@@ -26,11 +26,13 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from trims_shim.children import installed_constant
 from trims_shim.config import PACKAGE_DIRECTORY
+from trims_shim.daemon.prepared.key import LAYOUT_VERSION
 from trims_shim.errors import WireError
 from trims_shim.printable import printable
 from trims_shim.specs import PREPARED_MODEL, PREPARED_WEIGHTS
-from trims_shim.wire import duties, frames
+from trims_shim.wire import duties, frames, messages
 from trims_shim.wire.duties import PrepareReply, SourceHashed
 from trims_shim.wire.handover import clipped
 
@@ -121,6 +123,10 @@ class Preparer:
             # An environment of one run (`uv run --with`), or a cache that was cleaned.
             message = f"{PACKAGE_DIRECTORY} was removed under the daemon; run `trims stop`"
             return _failed("preparer_not_started", message)
+        if not _is_its_version():
+            # What it makes would get the name of what ours makes, or it would not understand us.
+            message = "another trims_shim was installed under the daemon; run `trims stop`"
+            return _failed("preparer_not_started", message)
         try:
             # Not under the lock: it may hang, as the interpreter may be on a server that is gone.
             child = _launch(order, descriptor, self._arguments)
@@ -196,6 +202,14 @@ def _has_package() -> bool:
     """Whether preparers can import what the daemon has imported; it may be in an archive."""
     home = os.path.dirname(PACKAGE_DIRECTORY)
     return importlib.machinery.PathFinder.find_spec("trims_shim", [home]) is not None
+
+
+def _is_its_version() -> bool:
+    """Whether a preparer would make what this daemon expects, or nothing is known of that."""
+    protocol = installed_constant("wire/messages.py", "PROTOCOL_VERSION")
+    layout = installed_constant("daemon/prepared/key.py", "LAYOUT_VERSION")
+    ours = (str(messages.PROTOCOL_VERSION), str(LAYOUT_VERSION))
+    return (protocol or ours[0], layout or ours[1]) == ours
 
 
 def _failed(reason: str, message: str) -> PrepareReply:
