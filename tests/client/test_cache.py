@@ -453,6 +453,17 @@ def test_a_daemon_that_speaks_otherwise(welcome: messages.Welcome) -> None:
     check_protocol(WELCOME)
 
 
+def test_another_protocol_that_was_installed_under_this_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found: it was to run `trims stop`, but started another daemon that it did not understand."""
+    monkeypatch.setattr(messages, "PROTOCOL_VERSION", messages.PROTOCOL_VERSION - 1)
+    with pytest.raises(IncompatibleDaemon, match="start this program again"):
+        check_protocol(WELCOME)
+    with pytest.raises(IncompatibleDaemon, match="`trims stop`"):
+        check_protocol(WELCOME._replace(protocol=WELCOME.protocol + 1))
+
+
 def test_an_older_daemon_that_may_not_be_replaced_is_not_waited_for(
     socket_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -627,7 +627,7 @@ def test_an_older_protocol_falls_back_and_leaves_the_newer_daemon(running: World
         " say([type(error).__name__, str(error)])\n"
     )
     assert said[0] == IncompatibleDaemon.__name__
-    assert "trims stop" in said[1]
+    assert "start this program again" in said[1]
     assert running.pid() == pid
 
 

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trims_shim._version import __version__
+from trims_shim.children import installed_constant
 from trims_shim.client.descriptors import OwnDescriptor
 from trims_shim.client.session import Conversation, error_from
 from trims_shim.client.threads import can_start
@@ -515,11 +516,15 @@ def _receive(connection: socket.socket) -> handover.Packet | None:
 def check_protocol(welcome: messages.Welcome) -> None:
     """Raise IncompatibleDaemon when the daemon speaks another version."""
     if welcome.protocol != messages.PROTOCOL_VERSION or not welcome.token:
+        advice = "let the daemon's user run `trims stop`"
+        installed = installed_constant("wire/messages.py", "PROTOCOL_VERSION")
+        if str(messages.PROTOCOL_VERSION) != installed == str(welcome.protocol):
+            # The next daemon would be like this one.
+            advice = "start this program again, as another trims_shim was installed under it"
         raise IncompatibleDaemon(
             f"the daemon (trims_shim {welcome.package}, protocol {welcome.protocol}) "
             f"and this process (trims_shim {__version__}, protocol "
-            f"{messages.PROTOCOL_VERSION}) do not understand each other; let the daemon's user "
-            "run `trims stop`"
+            f"{messages.PROTOCOL_VERSION}) do not understand each other; {advice}"
         )
 
 
