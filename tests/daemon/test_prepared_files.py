@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -313,12 +314,11 @@ class TestScan:
             lambda path: path.joinpath("entry.json").unlink(),
             lambda path: path.joinpath("model.onnx").unlink(),
             lambda path: path.chmod(0o777),
-            lambda path: _rewrite(path, layout=LAYOUT_VERSION + 1),
             lambda path: _rewrite(path, key=B),
             lambda path: _rewrite(path, names=3),
             lambda path: _rewrite(path, model=None),
             lambda path: _replace(path / "entry.json", b"{" * 100_000),
-            lambda path: _replace(path / "entry.json", b'{"layout": 1}'),
+            lambda path: _replace(path / "entry.json", b'{"layout": %d}' % LAYOUT_VERSION),
             lambda path: _replace(path / "entry.json", b"\xff"),
             lambda path: _move(path / "entry.json"),
         ],
@@ -326,7 +326,6 @@ class TestScan:
             "no-manifest",
             "no-model",
             "writable",
-            "layout",
             "key",
             "names",
             "stamp",
@@ -344,6 +343,21 @@ class TestScan:
         damage(Path(files.directory, A))
         scan = PreparedFiles(files.directory).open()
         assert [each.manifest.key for each in scan.published] == [B]
+        assert names(files) == [B]
+
+    def test_models_of_another_layout_stay_while_another_daemon_lives(
+        self, files: PreparedFiles
+    ) -> None:
+        """Found: each start of a daemon deleted what one of another version was serving."""
+        for key in (A, B):
+            publish(files, key)
+        _rewrite(Path(files.directory, A), layout=LAYOUT_VERSION + 1)
+        with contextlib.closing(PreparedFiles(files.directory)) as other:
+            assert [each.manifest.key for each in other.open().published] == [B]
+        assert names(files) == [A, B]
+        files.close()
+        with contextlib.closing(PreparedFiles(files.directory)) as alone:
+            assert [each.manifest.key for each in alone.open().published] == [B]
         assert names(files) == [B]
 
     def test_the_longest_record(

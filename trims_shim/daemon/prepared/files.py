@@ -11,7 +11,8 @@ never written to once their directory has its name, because sessions map them. F
 user, or that others may write, are not used, and no symbolic link below the directory is followed.
 
 Another version of the package, or other settings, may prepare what these refuse: ``<judge>`` stands
-for both. A daemon reads only its own refusals, and deletes the oldest of too many others.
+for both. A daemon reads only its own refusals, and deletes the oldest of too many others. Models of
+another layout it deletes if it is alone: else the daemon that made them may be serving them.
 
 Several daemons may share a directory. Each holds a shared flock on it while it lives. A daemon that
 gets an exclusive one is alone, and deletes what others have left half made. Methods may be called
@@ -37,6 +38,7 @@ from trims_shim._version import __version__
 from trims_shim.daemon.prepared.directory import examine, problem_of, sync
 from trims_shim.daemon.prepared.key import LAYOUT_VERSION
 from trims_shim.daemon.prepared.manifest import (
+    AnyManifest,
     FileStamp,
     Manifest,
     RefusalRecord,
@@ -136,8 +138,8 @@ class PreparedFiles:
             raise NotServed("prepared_off", problem)
         if not os.path.isdir(self.directory):
             return Scan()
-        self._claim(is_waiting=False)
-        return self._scan()
+        is_alone = self._claim(is_waiting=False)
+        return self._scan(is_alone=is_alone)
 
     def close(self) -> None:
         """Give the lock up."""
@@ -267,40 +269,45 @@ class PreparedFiles:
     def _refusal_path(self, key: str) -> str:
         return os.path.join(self.directory, key + self._refused)
 
-    def _claim(self, *, is_waiting: bool) -> None:
+    def _claim(self, *, is_waiting: bool) -> bool:
         """Hold the shared lock of the directory as it is now; delete leftovers if we are alone.
+
+        Return whether we were, as far as is known.
 
         Another daemon, which is alone yet, may be deleting, for a moment also where we were alone:
         the kernel gives an exclusive lock up before it makes it a shared one. ``is_waiting``: wait
         for it, or it would take what we make for a leftover.
         """
         status = os.stat(self.directory)
+        is_alone = False
         if self._locked == (status.st_dev, status.st_ino):
-            return
+            return is_alone
         self.close()
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         self._lock = os.open(self.directory, flags)
         # File systems without locks: leftovers stay, nothing else depends on it.
         with contextlib.suppress(OSError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_alone = True
             for name in os.listdir(self.directory):
                 if name.startswith((_MAKING, _REMOVED)):
                     self.delete(os.path.join(self.directory, name))
         with contextlib.suppress(OSError):
             fcntl.flock(self._lock, fcntl.LOCK_SH | (0 if is_waiting else fcntl.LOCK_NB))
             self._locked = (status.st_dev, status.st_ino)
+        return is_alone
 
-    def _scan(self) -> Scan:
+    def _scan(self, *, is_alone: bool) -> Scan:
         published: list[Published] = []
         refusals: list[RefusalRecord] = []
         foreign: list[str] = []
         for name in sorted(os.listdir(self.directory)):
             if _KEY.fullmatch(name):
                 found = self.load(name)
-                if found is None:
-                    self.delete(self.retire(name))
-                else:
+                if found is not None:
                     published.append(found)
+                elif is_alone or not self._is_of_another_layout(name):
+                    self.delete(self.retire(name))
             elif _REFUSAL.fullmatch(name):
                 if name.endswith(self._refused):
                     refusals += self._load_refusal(name)
@@ -331,6 +338,13 @@ class PreparedFiles:
             None if manifest.weights is None else _as_stamped(weights, manifest.weights),
             status.st_mtime_ns,
         )
+
+    def _is_of_another_layout(self, key: str) -> bool:
+        """Whether a daemon of another version may be serving this model."""
+        with contextlib.suppress(CorruptFile, OSError):
+            data = _read(os.path.join(self.directory, key, _MANIFEST))
+            return parse(AnyManifest, data).layout != LAYOUT_VERSION
+        return False
 
     def _load_refusal(self, name: str) -> Iterator[RefusalRecord]:
         path = os.path.join(self.directory, name)

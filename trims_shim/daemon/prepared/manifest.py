@@ -16,7 +16,15 @@ from trims_shim.specs import Identity
 from trims_shim.wire import codec
 from trims_shim.wire.messages import SessionRecipe
 
-__all__ = ["FileStamp", "Manifest", "RefusalRecord", "parse", "render", "with_source"]
+__all__ = [
+    "AnyManifest",
+    "FileStamp",
+    "Manifest",
+    "RefusalRecord",
+    "parse",
+    "render",
+    "with_source",
+]
 
 _SOURCES_LIMIT = 8
 _Record = TypeVar("_Record")
@@ -55,6 +63,12 @@ class Manifest(NamedTuple):
     sources: tuple[Known, ...]
     model: FileStamp
     weights: FileStamp | None
+
+
+class AnyManifest(NamedTuple):
+    """What manifests of all layouts have."""
+
+    layout: int
 
 
 class RefusalRecord(NamedTuple):
