@@ -793,6 +793,24 @@ def test_drain_and_close_have_an_end() -> None:
     batcher.close()
 
 
+def test_who_gives_up_waiting_leaves_nothing_behind() -> None:
+    """Not until the request ends that they waited for, which may be never."""
+    gate = Gate()
+    batcher = greedy(gate)
+    future = batcher.submit(1)
+    gate.wait_entered()
+    watches = batcher._engine.threads()._watches
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            batcher.drain(0.001)
+        with pytest.raises(asyncio.TimeoutError):
+            asyncio.run(asyncio.wait_for(batcher.adrain(), 0.001))
+    assert not watches
+    gate.open()
+    assert future.result(LONG_S) == 1
+    batcher.close()
+
+
 def test_close_answers_what_waits_or_fails_it() -> None:
     for cancel in (False, True):
         gate = Gate()

@@ -938,9 +938,9 @@ def test_who_waits_for_requests_of_a_loop_that_is_stopped_is_told() -> None:
     # What is reported now, the loop will not see.
     requests.append(batcher.submit(2))
     drained = threading.Event()
-    batcher._engine.watch(drained.set)
-    may_go.set()
-    assert drained.wait(LONG_S)
+    with batcher._engine.watching(drained.set):
+        may_go.set()
+        assert drained.wait(LONG_S)
     assert all("has ended" in str(request.exception(LONG_S)) for request in requests)
     stats = batcher.stats()
     assert (stats.submitted, stats.failed, stats.queued, stats.running) == (2, 2, 0, 0)

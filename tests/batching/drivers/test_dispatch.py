@@ -339,6 +339,24 @@ def test_those_that_get_their_place_later_do_not_wait_for_more_at_the_end(end: s
     dispatch.check_empty()
 
 
+def test_a_watch_that_has_ended_hurries_nobody() -> None:
+    dispatch = ManualDispatch(functools.partial(Window, wait_ms=1e6), devices=2)
+    told: list[str] = []
+    futures = [dispatch.make(0)[0]]
+    end = dispatch.watch(lambda: told.append("settled"))
+    assert len(dispatch.launched) == 1
+    end()
+    end()
+    futures += [dispatch.make(item)[0] for item in (1, 2)]
+    assert len(dispatch.launched) == 1
+    futures.append(dispatch.make(3)[0])
+    while dispatch.launched:
+        dispatch.run(dispatch.launched[0])
+    assert [future.result(0) for future in futures] == [0, 1, 2, 3]
+    assert not told
+    dispatch.check_empty()
+
+
 def test_calls_that_are_interrupted_are_made_once_more_and_so_are_all_others() -> None:
     made: list[str] = []
 

@@ -452,8 +452,8 @@ async def settled(engine: Engine) -> None:
     loop = running_loop(engine)
     future: asyncio.Future[Any] = loop.create_future()
     reply = AwaitedReply(future, engine.mailbox(loop))
-    engine.watch(lambda: reply.answer(None))
-    await future
+    with engine.watching(lambda: reply.answer(None)):
+        await future
 
 
 async def joined(engine: Engine) -> None:

@@ -469,8 +469,11 @@ class Dispatch(ABC):
 
     # --- watching, closing, forgetting ------------------------------------------------------------
 
-    def watch(self, on_done: Callable[[], None]) -> None:
-        """Call ``on_done`` once, when all requests made until now are settled."""
+    def watch(self, on_done: Callable[[], None]) -> Callable[[], None]:
+        """Call ``on_done`` once, when all requests made until now are settled.
+
+        Returns what ends the watch before that, and does nothing after it; it never blocks.
+        """
         watch = _Watch(on_done)
 
         def begin(now_ns: int) -> None:
@@ -483,8 +486,14 @@ class Dispatch(ABC):
                 self._tell(now_ns, FLUSH)
             self._settled([])  # maybe there were none
 
+        def end(now_ns: int) -> None:
+            watch.is_done = True
+            if watch in self._watches:
+                self._watches.remove(watch)
+
         check_stack()
         self.post(begin)
+        return lambda: None if watch.is_done else self.post(end)
 
     def close(self, *, cancel: bool) -> None:
         """Take no more requests; with ``cancel`` fail those that wait. Does not wait."""

@@ -10,11 +10,12 @@ requests are answered for at most :data:`EXIT_S`; then they fail, so nothing kee
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -175,13 +176,19 @@ class Engine:
         running = sum(dispatch.running for dispatch in dispatches)
         return total.snapshot(queued=queued, running=running, now_ns=self.options.clock_ns())
 
-    def watch(self, on_done: Callable[[], None]) -> None:
-        """Call ``on_done`` once, from some thread, when all requests until now are settled."""
+    @contextlib.contextmanager
+    def watching(self, on_done: Callable[[], None]) -> Iterator[None]:
+        """Call ``on_done`` once, from some thread, when all requests until now are settled.
+
+        Who leaves the block before that has given up: nothing is kept for it, or hurried.
+        """
         watched = [dispatch for dispatch in self.dispatches() if dispatch.is_alive()]
         left = _Countdown(len(watched) + 1, on_done)
-        for dispatch in watched:
-            dispatch.watch(left.count)
-        left.count()
+        with contextlib.ExitStack() as ends:
+            for dispatch in watched:
+                ends.callback(dispatch.watch(left.count))
+            left.count()
+            yield
 
     def wait(self, timeout_s: float | None) -> None:
         """Block until all requests made until now are settled. Raises TimeoutError."""
@@ -192,8 +199,9 @@ class Engine:
         # No Event: a thread that is interrupted while it waits for one may keep its lock, and then
         # the thread that sets it waits for ever.
         done = Seat()
-        self.watch(done.wake)
-        if not done.sleep(-1.0 if timeout_s is None else max(0.0, timeout_s)):
+        with self.watching(done.wake):
+            is_done = done.sleep(-1.0 if timeout_s is None else max(0.0, timeout_s))
+        if not is_done:
             stats = self.stats()
             raise TimeoutError(
                 f"{self.function.name}: requests are still open after {timeout_s} s: "
