@@ -178,6 +178,17 @@ def test_of_many_lengths_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatc
     assert len(learning._families) == 3
 
 
+def test_of_many_keys_that_are_measured_the_oldest_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trims_shim.batching.drivers.learning._MOST_KEYS", 3)
+    learning = make()
+    for number in (0, 1, 2, 2, 3):
+        learning.measured(number, {1: 8 * MS})
+    assert learning.keys() == [1, 2, 3]
+    assert learning._measured == {1, 2, 3}
+
+
 def test_a_key_that_comes_again_is_not_forgotten_for_those_that_come_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

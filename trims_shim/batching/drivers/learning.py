@@ -256,6 +256,8 @@ class Learning:
     ) -> LatencyProfile:
         """``durations_ns`` has one mapping for each part."""
         with self._lock:
+            if key not in self._learned:
+                self._make_room()
             self._learned[key] = self._new_learned(key, prior)
             self._measured.add(key)
             kin, length = self._kin_of(key), bucket_in(key) or 0
@@ -308,10 +310,13 @@ class Learning:
     def _learned_of(self, key: Hashable) -> LearnedProfile:
         learned = self._learned.get(key)
         if learned is None:
-            while len(self._learned) >= _MOST_KEYS:
-                self._forget_key(next(iter(self._learned)))
+            self._make_room()
             learned = self._learned[key] = self._new_learned(key, self._prior_of(key))
         return learned
+
+    def _make_room(self) -> None:
+        while len(self._learned) >= _MOST_KEYS:
+            self._forget_key(next(iter(self._learned)))
 
     def _forget_key(self, key: Hashable) -> None:
         del self._learned[key]
