@@ -160,6 +160,16 @@ def test_a_batcher_that_is_gone_is_not_reported(registry: object) -> None:
     assert value(registry, "queued") == 1
 
 
+def test_batchers_that_are_gone_do_not_add_up_where_nobody_asks(registry: object) -> None:
+    for _ in range(3):
+        export(Stub(), registry)
+        gc.collect()
+    last = Stub(queued=2)
+    export(last, registry)
+    assert len(module._collectors[registry]._sources) == 1
+    assert value(registry, "queued", batcher="classify-4") == 2
+
+
 def test_a_child_can_export_whatever_its_parent_was_doing(registry: object) -> None:
     """As at a fork while another thread exports."""
     with module._lock:

@@ -84,7 +84,7 @@ class _Collector:
     def add(self, batcher: _Exported) -> None:
         # Each access to a method makes a new batcher; its engine lives as long as the instance.
         source: _Source = getattr(batcher, "_engine", batcher)
-        # A copy: meanwhile another thread may collect, and remove those that are gone.
+        self._forget_gone()
         if any(reference() is source for reference in list(self._sources.values())):
             return
         label = self._next_label(batcher.name)
@@ -97,6 +97,12 @@ class _Collector:
         number = self._names[name]
         return name if number == 1 else f"{name}-{number}"
 
+    def _forget_gone(self) -> None:
+        # Of a copy, and None: other threads may do this, too.
+        for label, reference in list(self._sources.items()):
+            if reference() is None:
+                self._sources.pop(label, None)
+
     def describe(self) -> Iterator[Any]:
         """The metrics without samples: registering must not read any batcher."""
         return iter(_families({}) + _stage_families({}))
@@ -105,11 +111,10 @@ class _Collector:
         """The samples; called by the registry."""
         stats = {}
         stages = {}
+        self._forget_gone()
         for label, reference in list(self._sources.items()):
             source = reference()
-            if source is None:
-                self._sources.pop(label, None)  # None: two threads may collect at once
-            else:
+            if source is not None:
                 stats[label] = source.stats()
                 if hasattr(source, "stage_stats"):
                     stages[label] = source.stage_stats()
