@@ -100,7 +100,8 @@ def fetch(url: str, *, digest: str | None = None) -> str:
     However many processes of this user ask, one downloads and the others wait. The copy is what
     the remote has now; if it does not answer, an older one, with a warning. It is not deleted as
     long as this process, or a child forked from it, lives and has not fetched two newer ones of the
-    same URL. Its files are read-only. Needs no daemon.
+    same URL, nor as many others as a quarter of the files that it may have open (`ulimit -n`). Its
+    files are read-only. Needs no daemon.
 
     Blocks. Raises ConfigError for another form of URL or digest, RemoteError, OSError (not there,
     not allowed, disk full).

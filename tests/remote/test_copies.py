@@ -272,6 +272,18 @@ def test_a_version_that_is_asked_for_again_is_one_of_the_newest(copies: Copies) 
     assert [name for name in ("k-1", "k-2", "k-3") if copies.evict(name)] == ["k-2"]
 
 
+def test_a_process_that_takes_ever_new_urls_keeps_its_descriptors(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(4):
+        keep(copies, f"k{number}-1")
+    monkeypatch.setattr(os, "sysconf", {"SC_OPEN_MAX": 12}.__getitem__)
+    for number in (0, 1, 2, 0, 3):
+        assert copies.use(f"k{number}-1")
+    assert len(module._held) == 3
+    assert [copies.evict(f"k{number}-1") for number in range(4)] == [False, True, False, False]
+
+
 def test_another_process_keeps_it_until_it_is_killed(
     copies: Copies, hold: Callable[..., Holder]
 ) -> None:

@@ -12,8 +12,9 @@ open keeps it, whatever happens to its name.
 
 All processes of a user share the directory, without a daemon. The kernel knows who uses what, by
 flocks on the directories of copies. Shared: the process that asked for the copy lives (or a child
-that it forked), and has not asked for two newer ones, so it is not deleted. Exclusive: it is being
-downloaded, or deleted. A lock ends with its holder, however that ends.
+that it forked), and has not asked for two newer ones, nor for very many others, so it is not
+deleted. Exclusive: it is being downloaded, or deleted. A lock ends with its holder, however that
+ends.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import itertools
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -51,6 +53,8 @@ _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _VERSIONS_HELD = 2
 """Of one URL: a server that runs for months and takes each new model would keep all on disk. The
 one before the newest may still be in use, until what is loaded from the newest replaces it."""
+_PROGRAMS_SHARE = 4
+"""Three of four descriptors are left to the program, which may take ever new URLs for as long."""
 _held: dict[str, OwnDescriptor] = {}
 """By path, the descriptors that keep the shared locks of this process."""
 _asked: dict[str, int] = {}
@@ -324,13 +328,19 @@ def _hold(path: str, descriptor: OwnDescriptor) -> None:
     _held[path] = descriptor
     _asked[path] = next(_numbers)
     key = path.rpartition("-")[0]
-    own = [each for each in list(_held) if each.rpartition("-")[0] == key]
-    older = sorted(own, key=lambda each: _asked.get(each, 0))[:-_VERSIONS_HELD]
+    held = sorted(_held.copy(), key=lambda each: _asked.get(each, 0))
+    own = [each for each in held if each.rpartition("-")[0] == key]
+    older = {*own[:-_VERSIONS_HELD], *held[: -_most_held()]}
     for path in older:
         _asked.pop(path, None)
     for each in (before, *(_held.pop(path, None) for path in older)):
         if each is not None:
             each.close()
+
+
+def _most_held() -> int:
+    limit = os.sysconf("SC_OPEN_MAX")
+    return sys.maxsize if limit < 0 else max(_VERSIONS_HELD, limit // _PROGRAMS_SHARE)
 
 
 def _after_fork_in_child() -> None:
