@@ -184,6 +184,25 @@ def test_a_model_is_gone_before_the_next_one_loads() -> None:
     assert found == [None]
 
 
+def test_a_model_that_its_loader_keeps_for_a_while_is_freed_after_that() -> None:
+    models: list[weakref.ref[Model]] = []
+    kept: list[Model] = []
+
+    def load(device: str) -> BatchFunction:
+        kept[:] = [Model()]
+        models.append(weakref.ref(kept[0]))
+        return kept[0]
+
+    async def test() -> None:
+        device = DeviceActor({"small": load, "large": load}, None)
+        for number, option in enumerate((SMALL, LARGE, SMALL, LARGE), start=1):
+            await device.load(number, option)
+
+    run(test())
+    gc.collect()
+    assert [model() is not None for model in models] == [False, False, False, True]
+
+
 def test_batches_are_those_of_the_option_and_the_deployment() -> None:
     sizes: list[int] = []
 

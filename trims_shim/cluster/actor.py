@@ -54,6 +54,10 @@ class DeviceActor:
         self._is_loading = asyncio.Lock()
         """Held by loads, as one may come while another runs: the service may take the actor for
         lost when it was only out of reach."""
+        # Libraries came with the loaders; looking at torch at each load takes 130 ms. Not later:
+        # a model that its loader still keeps then would never be freed if it has cycles.
+        gc.collect()
+        gc.freeze()
 
     async def ping(self) -> None:
         """Return when the process has started."""
@@ -66,7 +70,6 @@ class DeviceActor:
                 await self._batcher.aclose()
                 self._batcher = None
             gc.collect()  # models may have cycles, and the next one may need their memory
-            gc.freeze()  # what is left are libraries; looking at torch again takes 130 ms
             function = await _outcome(asyncio.to_thread(self._function_of, option.variant))
             self._batcher = Batcher(
                 function,
