@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -283,6 +284,19 @@ def test_root_makes_nothing_in_the_home_of_another_user(
     assert not store.save("name", None, SAVED)
     assert f"is not kept: {tmp_path} belongs to user 2001" in caplog.text
     assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_is_said_once_for_all_keys(
+    store: ProfileStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: str, saved: SavedProfile) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    monkeypatch.setattr("trims_shim.batching.profiles.profile_store._write", full)
+    for key in range(3):
+        assert not store.save("classify", key, SAVED)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert store.path("classify", 0) in caplog.text
 
 
 def test_prepared_models_may_be_kept_beside_it(tmp_path: Path) -> None:

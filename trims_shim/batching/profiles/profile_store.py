@@ -159,7 +159,9 @@ class ProfileStore:
             _write(self.path(name, key), whole)
             self._prune()
         except OSError as error:
-            self._warn(f"the latency profile of {name} is not kept: {error}")
+            # Not by its text, which names the file, of which each key has another.
+            cause = f"{name}: {error.strerror or error}"
+            self._warn(f"the latency profile of {name} is not kept: {error}", cause=cause)
             return False
         return True
 
@@ -174,9 +176,11 @@ class ProfileStore:
             for entry in sorted(files, key=lambda each: each.stat().st_mtime_ns)[:-_LIMIT_FILES]:
                 os.unlink(entry.path)
 
-    def _warn(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
+    def _warn(self, message: str, *, cause: str = "") -> None:
+        """Once for each cause; without one, for each message."""
+        cause = cause or message
+        if cause not in self._warned:
+            self._warned.add(cause)
             _logger.warning("%s", message)
 
 
