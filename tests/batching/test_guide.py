@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -72,3 +73,19 @@ def test_several_models_as_the_guide_has_it() -> None:
 
 def abs_of_each(numbers: list[int]) -> list[int]:
     return [abs(number) for number in numbers]
+
+
+def test_figures_of_preemption_are_those_of_the_results() -> None:
+    """Found: a goodput and a cost of exit points that no result has."""
+    results = Path(__file__).resolve().parents[2] / "docs" / "results"
+    cells = json.loads((results / "batching_flex.json").read_text())["cells"]
+    found = {
+        each["system"]: f"{each['goodput']:.3f}"[1:]
+        for each in cells
+        if each["setting"] == "heavy SLOs, 8 devices, CV 4, load 0.6"
+    }
+    section = " ".join(SECTIONS["Several models on one device"].split())
+    without, with_it = found["Flex, ours, no preemption"], found["Flex, ours"]
+    assert f"goodput is {without} without it and {with_it} with it" in section
+    overhead = json.loads((results / "batching_flex_overhead.json").read_text())
+    assert f"one costs {overhead['exit_point_us']:.1f} µs" in section
