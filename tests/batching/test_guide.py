@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
-from trims_shim.batching import Batcher, FlexBatcher, Pad, exit_point
+from trims_shim.batching import Batcher, FlexBatcher, LatencyProfile, Pad, exit_point
 from trims_shim.batching.collating.collate import collate_of
 from trims_shim.batching.policies import POLICIES
+from trims_shim.batching.protocol import Request
+from trims_shim.batching.rules import Rule
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "batching.md").read_text()
 SECTIONS = dict(
@@ -32,6 +35,26 @@ def test_every_option_of_a_policy_is_named() -> None:
         options = set(inspect.signature(make).parameters) - {"profile", "max_batch_size"}
         text = SECTIONS["Policies"].partition("Options:")[2]
         assert sorted(each for each in options if f"`{each}`" not in text) == [], name
+
+
+def test_a_margin_changes_what_the_policies_do_of_which_the_guide_says_so() -> None:
+    """Found: `immediate` was among them, which takes a margin and does not look at it."""
+    told = re.search(r"`margin_ms`, kept .* of all but ([^;]*);", SECTIONS["Policies"])
+    assert told
+    without = set(re.findall(r"`(\w+)`", told[1]))
+    assert {name for name, make in POLICIES.items() if not heeds_margin(make)} == without
+
+
+def heeds_margin(make: Callable[..., Rule]) -> bool:
+    if "margin_ms" not in inspect.signature(make).parameters:
+        return False
+    profile = LatencyProfile.linear(1, 10, max_batch_size=4)
+    outcomes = []
+    for margin_ms in (0, 30):
+        rule = make(profile, max_batch_size=4, margin_ms=margin_ms)
+        rule.queue.add(Request(0, 0, 20_000_000))
+        outcomes.append((rule.choose(0), rule.wake_ns, len(rule.take_drops())))
+    return outcomes[0] != outcomes[1]
 
 
 def test_every_named_collate_is_explained() -> None:
