@@ -53,7 +53,7 @@ def deploy(
     ``loaders``: by the names of variants. A loader runs in an actor. It is given the device for
     torch (``"cuda"`` or ``"cpu"``) and returns a function of batches.
     ``slo_ms``: the objective, one for all families or one for each; None for no limit. Batches take
-    at most half of it.
+    less than half of it.
     ``headroom``: how many times its demand each family's devices can answer.
     ``replan_s``: estimate the demand and plan again after this time, and at bursts; None for never.
     ``actor_options``: by the kind of device, options of its actors for Ray. By default an actor
