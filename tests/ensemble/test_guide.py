@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -75,3 +76,20 @@ def test_the_first_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         check=False,
     )
     assert done.stdout == "True\n", done.stderr
+
+
+def test_times_of_the_search_are_those_of_the_results() -> None:
+    """Found: times for numbers of devices and members that no result has."""
+    results = Path(__file__).resolve().parents[2] / "docs" / "results" / "ensembles.json"
+    taken_s = {
+        (str(each["devices"]), str(each["members"])): each["taken_s"]["optimise"]
+        for each in json.loads(results.read_text())["search"]
+    }
+    told = re.search(
+        r"10,000 allocations in (\S+) s for (\d+) devices and (\d+) members, and in (\S+) s for "
+        r"(\d+) and (\d+)",
+        " ".join(GUIDE.split()),
+    )
+    assert told
+    assert float(told[1]) == pytest.approx(taken_s[told[2], told[3]], rel=0.1)
+    assert float(told[4]) == pytest.approx(taken_s[told[5], told[6]], rel=0.1)
