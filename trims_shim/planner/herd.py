@@ -112,6 +112,7 @@ def plan_herd(
     """Divide streams and ``devices``, each of ``memory_bytes``, into at most so many ``groups``.
 
     ``largest`` limits the size of a group, as one scheduler serves each (default: no limit).
+    ``of_paper``: groups of the highest burst tolerance, however busy others become.
     ``gap`` is how much of the tolerance may be lost to find a plan sooner. The search ends after
     about twice ``time_limit_s`` with the best plan so far. Raises PlanningError if the models do
     not fit, if no plan is found in time, and without highspy; ValueError for numbers that are not
