@@ -728,6 +728,21 @@ def test_a_page_that_is_cut_off_is_no_list(web: WebServer) -> None:
         WebFiles(web.put("cut/", b"", length=-1)).list()
 
 
+def test_a_folder_of_as_many_files_as_may_be_is_read(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: it was refused, as it counted itself."""
+    monkeypatch.setattr(module, "_FOLDER_LIMIT", 3)
+    for name in "abcd":
+        web.put(f"bert/{name}", CONTENT)
+    links = [f'<a href="{name}">x</a>' for name in "abcd"]
+    url = web.put("bert/", "".join(links[:3]).encode())
+    assert len(WebFiles(url).list().files) == 3
+    web.put("bert/", "".join(links).encode())
+    with pytest.raises(RemoteError, match="more than 3 files"):
+        WebFiles(url).list()
+
+
 def test_a_folder_without_files_and_one_without_end(web: WebServer) -> None:
     with pytest.raises(RemoteError, match="no link to a file"):
         WebFiles(web.put("none/", b"<html>hello")).list()

@@ -166,9 +166,9 @@ class WebFiles:
                 below = name + place.removeprefix(folder)
                 if not place.startswith(folder) or {"?", "#"} & set(target) or below in seen:
                     continue
-                seen.add(below)
-                if len(seen) > _FOLDER_LIMIT:
+                if len(seen) > _FOLDER_LIMIT:  # which has the folder itself, too
                     raise RemoteError(f"{shown(self._url)} has more than {_FOLDER_LIMIT} files")
+                seen.add(below)
                 if target.endswith("/"):
                     pages.append((target, below))
                 else:
