@@ -248,6 +248,18 @@ def test_earlier_versions_that_are_pinned(warmed: Trims, tmp_path: Path) -> None
         assert json.loads(warmed("unpin", "--json", str(path)).stdout)["digest"] == digest
 
 
+def test_an_earlier_version_is_told_of_a_relative_path_too(warmed: Trims, tmp_path: Path) -> None:
+    """Found: it was looked for by the path as it was written, and images have absolute ones."""
+    path = tmp_path / "m.bin"
+    path.write_bytes(os.urandom(2**20))
+    (old,) = json.loads(warmed("warm", "--pin", "--json", path.name, cwd=tmp_path).stdout)
+    path.write_bytes(os.urandom(2**20))
+    (new,) = json.loads(warmed("warm", "--pin", "--json", path.name, cwd=tmp_path).stdout)
+    assert new["note"].endswith(f"`trims unpin {old['digest'][:12]}` frees an earlier version")
+    for digest in (new["digest"], old["digest"]):
+        warmed("unpin", digest)
+
+
 def test_pin_of_an_onnx_model(warmed: Trims, tmp_path: Path) -> None:
     """Found: it advised `trims warm --pin`, which refuses these."""
     path = tmp_path / "model.onnx"

@@ -167,7 +167,8 @@ def _warm(
             earlier = ""
             if is_pinned:
                 cache().request(admin.PinImageRequest(handle.digest, is_pinned=True))
-                earlier = _still_pinned(pinned().get(handle.name, set()) - {handle.digest})
+                others = pinned().get(os.path.abspath(path), set()) - {handle.digest}
+                earlier = _still_pinned(others)
             seconds = time.monotonic() - start
             outcome = "in the cache already" if _hits() > before else "loaded"
             return _Warmed(
