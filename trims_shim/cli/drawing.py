@@ -8,8 +8,8 @@ import io
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
+from trims_shim.batching.profiles.profile_json import replace_file, target_of
 from trims_shim.cli.arguments import refuse
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.text import print_json
@@ -99,13 +99,7 @@ def _draw(drawing: Drawing, path: str) -> None:
             axes.legend()
     picture = io.BytesIO()
     figure.savefig(picture, format=os.path.splitext(path)[1][1:], dpi=150)
-    try:
-        Path(path).write_bytes(picture.getvalue())
-    except OSError as error:
-        if error.filename is not None:  # It could not be opened, and is as it was.
-            raise
-        os.unlink(path)
-        raise OSError(error.errno, error.strerror, path) from error
+    replace_file(target_of(path), picture.getvalue())
 
 
 def _plain(text: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from trims_shim.errors import CorruptFile, TruncatedFile, UnsupportedFormat
 from trims_shim.naming import naming
 
-__all__ = ["LARGEST_SIZE", "JsonFormat", "largest_of", "latencies_of", "target_of"]
+__all__ = ["LARGEST_SIZE", "JsonFormat", "largest_of", "latencies_of", "replace_file", "target_of"]
 
 _LIMIT_BYTES = 4 << 20
 LARGEST_SIZE = 1 << 16
@@ -37,7 +37,7 @@ class JsonFormat:
     def write(self, path: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
         """Write or replace the file at ``path``, also a link. Raises OSError."""
         whole = {"format": self.name, "version": self.version, **fields}
-        _replace(os.fspath(path), json.dumps(whole, indent=1) + "\n")
+        replace_file(os.fspath(path), (json.dumps(whole, indent=1) + "\n").encode())
 
     def read(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """The fields of the file, unchecked. Raises OSError and FormatError."""
@@ -69,14 +69,15 @@ def target_of(path: str | os.PathLike[str]) -> str:
     return os.path.realpath(path) if os.path.islink(path) else os.fspath(path)
 
 
-def _replace(path: str, text: str) -> None:
+def replace_file(path: str, content: bytes) -> None:
+    """Write a file under another name, then rename it. Raises OSError."""
     # Not by tempfile, whose files are for their owner only.
     temporary = os.path.join(os.path.dirname(path), f".profile-{secrets.token_hex(8)}")
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
+        with open(temporary, "xb") as file:
             with contextlib.suppress(OSError):  # none yet, or a file system without modes
                 os.fchmod(file.fileno(), stat.S_IMODE(os.stat(path).st_mode))
-            file.write(text)
+            file.write(content)
         os.replace(temporary, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
