@@ -29,6 +29,7 @@ from trims_shim.daemon import main as daemon
 from trims_shim.errors import (
     DaemonStartFailed,
     DaemonTimeout,
+    DaemonUnavailable,
     TrimsError,
     UnusableSocketDir,
 )
@@ -209,6 +210,20 @@ def test_a_script_in_the_place_of_the_interpreter_is_not_run(
 
 
 # --- another starter has the lock -----------------------------------------------------------------
+
+
+def test_a_directory_without_locks_starts_no_daemon_and_leaves_nothing_open(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(DaemonUnavailable, match="No locks available"):
+        spawn.start(endpoint, timeout_s=PATIENCE_S)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert not spawn._locks
 
 
 @contextlib.contextmanager

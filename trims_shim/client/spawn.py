@@ -112,7 +112,8 @@ def _start_lock(endpoint: Endpoint, deadline: float) -> Iterator[tuple[int | Non
         yield None if is_served or not is_held else descriptor, has_waited
     finally:
         # Closing is not enough: a child that another thread has forked meanwhile has it open.
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        with contextlib.suppress(OSError):  # file systems and sandboxes without locks
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         _locks.remove(descriptor)
         os.close(descriptor)
 
