@@ -4,20 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 
-__all__ = ["existing_parent", "make", "roots_problem"]
+__all__ = ["existing_parent", "make", "open_own", "roots_problem"]
 
 
 def make(directory: str, mode: int = 0o700, *, above: int = 0o700) -> None:
     """Make a directory, and those above it that are missing with mode ``above``. Raises OSError.
 
     ``os.makedirs`` leaves the mode of those above to the umask: with a wide one, others could
-    replace what is in them.
+    replace what is in them. With a very narrow one (0777, 0277) we could not use what we make.
     """
     if directory and not os.path.lexists(directory):
         make(os.path.dirname(directory), above, above=above)
         with contextlib.suppress(FileExistsError):
             os.mkdir(directory, mode)
+            made = stat.S_IMODE(os.stat(directory).st_mode)
+            if made & 0o700 != 0o700:
+                os.chmod(directory, made | 0o700)
+
+
+def open_own(path: str, flags: int) -> int:
+    """Open a file of this user, made if it is missing; no link is followed. Raises OSError.
+
+    Whatever the umask, the next process of this user can open it, too.
+    """
+    flags |= os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        made = stat.S_IMODE(os.fstat(descriptor).st_mode)
+        if made & 0o600 != 0o600:
+            os.fchmod(descriptor, made | 0o600)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def existing_parent(path: str) -> str:

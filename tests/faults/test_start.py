@@ -134,6 +134,17 @@ def test_the_daemon_does_not_inherit_what_its_starter_had(world: World) -> None:
     wait_until(lambda: process_state(pid) == "", "SIGTERM ends it")
 
 
+def test_what_a_starter_with_a_narrow_umask_makes_can_be_used_by_the_next(world: World) -> None:
+    """Found: its locks and the log could be opened by nobody, so no other daemon could start."""
+    world.run("os.umask(0o777)\ncache().welcome(may_start=True)\n")
+    world.kill_daemon()
+    world.spawn("os.umask(0o777)\nfrom trims_shim.daemon.main import run\nsys.exit(run())\n")
+    wait_until(world.is_answering, "a daemon")
+    for name in ("", "start.lock", "daemon.lock", "daemon.log"):
+        mode = os.stat(os.path.join(world.sockets, name)).st_mode & 0o777
+        assert mode == (0o600 if name else 0o700), name
+
+
 def test_a_descriptor_that_is_closed_while_the_daemon_is_started(world: World) -> None:
     """By another thread of its starter: it is not there any more where it should be closed."""
     pid = world.run(

@@ -151,6 +151,18 @@ class TestOwner:
         modes = [os.stat(tmp_path / each).st_mode & 0o777 for each in ("a", "a/b", "a/b/c")]
         assert modes == [0o755, 0o755, 0o700]
 
+    @pytest.mark.parametrize("umask", [0o777, 0o277])
+    def test_a_narrow_umask(self, tmp_path: Path, umask: int) -> None:
+        """Found: no program of this user could use the directory, until somebody removed it."""
+        before = os.umask(umask)
+        try:
+            Endpoint(str(tmp_path / "a" / "b")).create()
+        finally:
+            os.umask(before)
+        modes = [os.stat(tmp_path / each).st_mode & 0o777 for each in ("a", "a/b")]
+        assert [mode & 0o700 for mode in modes] == [0o700, 0o700]
+        assert not any(mode & umask & 0o077 for mode in modes)
+
     def test_missing(self, absent: Endpoint) -> None:
         with pytest.raises(DaemonUnavailable, match=r"no daemon has run; .*so does a load"):
             absent.check_owner()

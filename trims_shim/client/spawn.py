@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 
 from trims_shim.children import NoInterpreter, interpreter, search_path
+from trims_shim.directories import open_own
 from trims_shim.errors import (
     DaemonStartFailed,
     DaemonTimeout,
@@ -93,8 +94,7 @@ def _start_lock(endpoint: Endpoint, deadline: float) -> Iterator[tuple[int | Non
     listens. The lock's holder may be stopped, and then never reports the daemon.
     """
     before = endpoint.stamp()
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    descriptor = os.open(endpoint.start_lock, flags, 0o600)
+    descriptor = open_own(endpoint.start_lock, os.O_RDWR)
     _locks.append(descriptor)
     has_waited = False
     try:
@@ -171,10 +171,8 @@ def _launch(executable: str, endpoint: Endpoint, writer: int) -> int:
     """
     environment = dict(os.environ)
     environment.update(TRIMS_ENABLED="0", TRIMS_SOCKET_DIR=endpoint.directory)
-    # A link must not make us write elsewhere.
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     with contextlib.ExitStack() as stack:
-        log = os.open(endpoint.log, flags, 0o600)
+        log = open_own(endpoint.log, os.O_WRONLY | os.O_APPEND)
         stack.callback(os.close, log)
         log, report = _above_report(log, stack), _above_report(writer, stack)
         # Not closed by file actions, which refuse numbers beyond the limit (`ulimit -S -n`).

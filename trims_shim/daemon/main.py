@@ -34,6 +34,7 @@ from trims_shim.daemon.server import Server
 from trims_shim.daemon.sessions import Limits, Sessions
 from trims_shim.daemon.store import Store
 from trims_shim.daemon.tiers import DeviceSettings, HostTier, Tiers
+from trims_shim.directories import open_own
 from trims_shim.errors import ConfigError, DaemonStartFailed, MemoryFailure, TrimsError
 from trims_shim.memory import host
 from trims_shim.memory.copying import default_threads
@@ -119,8 +120,7 @@ def _tell_service_manager(state: str) -> None:
 
 def _claim(endpoint: Endpoint) -> int | None:
     """The held lock, or None when a live daemon has it and answers. Raises DaemonStartFailed."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    lock = os.open(endpoint.lock, flags, 0o600)
+    lock = open_own(endpoint.lock, os.O_RDWR)
     patience = time.monotonic() + _LOCK_PATIENCE_S
     while True:
         try:
