@@ -19,10 +19,15 @@ from trims_shim.wire.endpoint import Endpoint
 
 
 @pytest.fixture
-def absent() -> Iterator[Endpoint]:
-    # Not below tmp_path, whose names can be too long for a socket.
-    with tempfile.TemporaryDirectory(prefix="trims-") as directory:
-        yield Endpoint(os.path.join(directory, "trims"))
+def short_path() -> Iterator[Path]:
+    # Not tmp_path, whose names can be too long for a socket.
+    with tempfile.TemporaryDirectory(prefix="trims-", dir="/tmp") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def absent(short_path: Path) -> Endpoint:
+    return Endpoint(str(short_path / "trims"))
 
 
 def _choose(socket_dir: str, *, runtime_dir: str, temp_dir: str = "") -> Endpoint:
@@ -41,9 +46,9 @@ class TestChoice:
         assert _choose("here", runtime_dir="").directory == "/tmp/here"
         assert _choose("~/x", runtime_dir="").directory == "/home/somebody/x"
 
-    def test_then_the_runtime_directory(self, tmp_path: Path) -> None:
-        chosen = _choose("", runtime_dir=str(tmp_path))
-        assert chosen.directory == str(tmp_path / "trims")
+    def test_then_the_runtime_directory(self, short_path: Path) -> None:
+        chosen = _choose("", runtime_dir=str(short_path))
+        assert chosen.directory == str(short_path / "trims")
 
     def test_a_relative_one_is_none(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
@@ -64,19 +69,32 @@ class TestChoice:
         assert _choose("", runtime_dir="/gone").directory == f"{run_user}/trims"
 
     def test_then_the_temporary_directory(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+        self, monkeypatch: pytest.MonkeyPatch, short_path: Path
     ) -> None:
         user = f"trims-{os.geteuid()}"
-        monkeypatch.setattr(os.path, "isdir", lambda path: path in ("/tmp", str(tmp_path)))
-        file = tmp_path / "file"
+        monkeypatch.setattr(os.path, "isdir", lambda path: path in ("/tmp", str(short_path)))
+        file = short_path / "file"
         file.touch()
         for temp_dir, expected in (
-            (tmp_path, tmp_path / user),
+            (short_path, short_path / user),
             ("/gone", f"/tmp/{user}"),
             (file, f"/tmp/{user}"),
         ):
             chosen = _choose("", runtime_dir="/gone", temp_dir=str(temp_dir))
             assert chosen.directory == str(expected)
+
+    @pytest.mark.parametrize("name", ["d" * 80, b"\xff"], ids=["long", "not_utf_8"])
+    def test_one_that_can_hold_no_socket_is_none(
+        self, short_path: Path, monkeypatch: pytest.MonkeyPatch, name: str | bytes
+    ) -> None:
+        """Found: below a job's own, long TMPDIR nothing was shared, although /tmp is there."""
+        base = short_path / os.fsdecode(name)
+        base.mkdir()
+        usable = (str(base), "/tmp")
+        monkeypatch.setattr(endpoint, "_is_writable", lambda directory: directory in usable)
+        for where in ({"runtime_dir": str(base)}, {"runtime_dir": "", "temp_dir": str(base)}):
+            assert _choose("", **where).directory == f"/tmp/trims-{os.geteuid()}"
+        assert _choose(str(base), runtime_dir="").directory == str(base)  # and is refused later
 
     @pytest.mark.parametrize(("usable", "expected"), [("/var/tmp", "/var/tmp"), ("/", "/tmp")])
     def test_at_last_one_of_the_system(

@@ -136,14 +136,24 @@ def choose(config: Config) -> Endpoint:
         return Endpoint(os.path.abspath(os.path.expanduser(config.socket_dir)))
     uid = os.geteuid()
     runtime_dir, temp_dir = map(_unless_others, (config.runtime_dir, config.temp_dir))
-    for base in (runtime_dir, f"/run/user/{uid}"):
-        # By its specification, a relative $XDG_RUNTIME_DIR is ignored.
-        if os.path.isabs(base) and _is_writable(base):
-            return Endpoint(os.path.join(base, "trims"))
+    # By its specification, a relative $XDG_RUNTIME_DIR is ignored.
+    runtime_dirs = filter(os.path.isabs, (runtime_dir, f"/run/user/{uid}"))
     # Not tempfile.gettempdir(): it writes a file, and fixes the result of the program's own calls
     # for good, even if the program sets TMPDIR later.
-    base = next(filter(_is_writable, (temp_dir, "/tmp", "/var/tmp")), "/tmp")
-    return Endpoint(os.path.join(os.path.abspath(base), f"trims-{uid}"))
+    temp_dirs = (temp_dir and os.path.abspath(temp_dir), "/tmp", "/var/tmp")
+    own = f"trims-{uid}"
+    places = [*((base, "trims") for base in runtime_dirs), *((base, own) for base in temp_dirs)]
+    found = (Endpoint(os.path.join(*place)) for place in places if _is_writable(place[0]))
+    return next(filter(_can_hold_sockets, found), Endpoint(os.path.join("/tmp", own)))
+
+
+def _can_hold_sockets(endpoint: Endpoint) -> bool:
+    """Whether its path is one for sockets: that of a job's own $TMPDIR may be too long."""
+    try:
+        endpoint.check_path()
+    except ConfigError:
+        return False
+    return True
 
 
 def _unless_others(directory: str) -> str:
