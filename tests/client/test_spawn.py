@@ -22,7 +22,7 @@ import pytest
 import zmq
 from harness import PATIENCE_S
 
-from trims_shim import children
+from trims_shim import children, diagnostics
 from trims_shim.cli.daemon import stop_daemon
 from trims_shim.client import connection, spawn
 from trims_shim.daemon import main as daemon
@@ -87,6 +87,22 @@ def test_a_directory_that_cannot_be_written(
         spawn.start(endpoint, timeout_s=5)
     monkeypatch.undo()
     assert ("TRIMS_GROUP" in str(refused.value)) == (number == errno.EACCES)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOLCK, errno.ENOSYS])
+def test_no_lock_can_be_taken(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Found: nobody was told why nothing was shared, as where no daemon may be started."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(spawn, "open_own", refuse)
+    with pytest.raises(DaemonStartFailed, match="set TRIMS_SOCKET_DIR") as failed:
+        spawn.start(endpoint, timeout_s=5)
+    assert os.strerror(number) in str(failed.value)
+    assert failed.value.reason not in diagnostics.EXPECTED_REASONS
 
 
 def test_no_process_can_be_started(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:

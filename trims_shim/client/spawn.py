@@ -81,8 +81,14 @@ def start(endpoint: Endpoint, *, timeout_s: float) -> None:
                 f"no daemon can be reached or started in {endpoint.directory}: {error.strerror}; "
                 f"{join}set TRIMS_SOCKET_DIR to a directory that you may write"
             ) from error
-        raise DaemonUnavailable(
-            f"the daemon cannot be started in {endpoint.directory}: {error}"
+        if error.errno == errno.EMFILE:  # The next load may find the program with fewer files.
+            raise DaemonUnavailable(
+                f"the daemon cannot be started in {endpoint.directory}: {error}"
+            ) from error
+        # Such as no room or, on some network file systems, no locks.
+        raise DaemonStartFailed(
+            f"the daemon cannot be started in {endpoint.directory}: {error}; set TRIMS_SOCKET_DIR "
+            "to another directory"
         ) from error
 
 
