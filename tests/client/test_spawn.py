@@ -29,7 +29,6 @@ from trims_shim.daemon import main as daemon
 from trims_shim.errors import (
     DaemonStartFailed,
     DaemonTimeout,
-    DaemonUnavailable,
     TrimsError,
     UnusableSocketDir,
 )
@@ -236,7 +235,7 @@ def test_a_directory_without_locks_starts_no_daemon_and_leaves_nothing_open(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(DaemonUnavailable, match="No locks available"):
+    with pytest.raises(DaemonStartFailed, match="No locks available"):
         spawn.start(endpoint, timeout_s=PATIENCE_S)
     assert len(os.listdir("/proc/self/fd")) == len(before)
     assert not spawn._locks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -301,6 +302,18 @@ class TestNames:
             memory.create(1)
         memory._sealed = sealed
         assert os.listdir(tmp_path) == []
+
+    def test_how_much_is_used_is_unknown_where_a_sandbox_refuses_to_say(
+        self, memory: TmpfsMemory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: each load ended with an internal error of the daemon."""
+        assert memory.used_bytes() is not None
+
+        def refuse(descriptor: int) -> None:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+        monkeypatch.setattr(os, "fstatvfs", refuse)
+        assert memory.used_bytes() is None
 
 
 class TestChoice:

@@ -239,7 +239,10 @@ class TmpfsMemory(HostMemory):
 
     def used_bytes(self) -> int | None:
         """Return the bytes of all files of the mount, also evicted ones that a client maps."""
-        status = os.fstatvfs(self._mount)
+        try:
+            status = os.fstatvfs(self._mount)
+        except OSError:  # refused by a sandbox
+            return None
         return (status.f_blocks - status.f_bfree) * status.f_frsize
 
     def close(self) -> None:
