@@ -75,11 +75,14 @@ def start(endpoint: Endpoint, *, timeout_s: float) -> None:
                 raise
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EROFS):
-            is_others = error.errno == errno.EACCES
-            join = "join the group for which it is (TRIMS_GROUP), or " if is_others else ""
+            first = ""
+            if error.errno == errno.EACCES:
+                is_member = os.access(endpoint.directory, os.X_OK)  # the group's daemon is down
+                join = "join the group for which it is (TRIMS_GROUP), or "
+                first = "whoever may write there can start one, or " if is_member else join
             raise UnusableSocketDir(
                 f"no daemon can be reached or started in {endpoint.directory}: {error.strerror}; "
-                f"{join}set TRIMS_SOCKET_DIR to a directory that you may write"
+                f"{first}set TRIMS_SOCKET_DIR to a directory that you may write"
             ) from error
         if error.errno == errno.EMFILE:  # The next load may find the program with fewer files.
             raise DaemonUnavailable(
