@@ -268,6 +268,16 @@ class TestBudget:
         assert isinstance(refused, RefuseRequest)
         assert "and run `trims stop`, or run `trims evict --all`" in str(refused.error)
 
+    def test_what_is_pinned_is_named_where_room_is_missing(self) -> None:
+        """Found: the advice was `trims evict --all` alone, which leaves pinned images."""
+        store = new_store(100)
+        load(store, opening(size=80), loaded(A, 80))
+        store.close_session(1, 1)
+        store.pin(A, 1000)
+        refused = store.open(opening(session=2, inode=2, size=60), 2)[0]
+        assert isinstance(refused, RefuseRequest)
+        assert "`trims evict --all`, which keeps the 80 B that are pinned" in str(refused.error)
+
     def test_relieving_drops_free_images_only_and_no_more_than_wanted(self) -> None:
         store = new_store(100)
         held = load(store, opening(inode=1, size=30), loaded(A, 30), now=1)

@@ -509,12 +509,14 @@ class Store:
             if is_within_budget
             else f"raise {self._settings}_BYTES"
         )
+        pinned_bytes = sum(self._images[each].resident_bytes for each in self._pins)
+        kept = f", which keeps the {size(pinned_bytes)} that are pinned: `trims unpin`"
         return NoSpace(
             f"{name}: {size(needed)} do not fit the {self._tier}: {size(lacking)} too many; budget "
             f"{size(totals.budget_bytes)}, resident {size(totals.resident_bytes)}, loading "
             f"{size(totals.reserved_bytes)}, still mapped elsewhere, left to "
             f"programs or not to be had {size(withheld_bytes)}; {advice} and run `trims stop`, or "
-            "run `trims evict --all`"
+            f"run `trims evict --all`{kept if pinned_bytes else ''}"
         )
 
     def _grant(
