@@ -26,6 +26,7 @@ __all__ = ["Cluster", "Herd", "read_cluster", "read_herd"]
 _NS_PER_MS = 1_000_000
 _DEFAULT_MAX_BATCH_SIZE = 32
 _MOST_DEVICES = 10_000
+_LINE = frozenset({"alpha", "beta", "max_batch_size"})
 _LIMIT = 1e15
 """Numbers beyond it are no milliseconds, gigabytes or rates, and solvers do not bear them."""
 
@@ -53,6 +54,7 @@ class Herd:
 def read_cluster(path: str) -> Cluster:
     """Raises OSError and FormatError, also of a profile that it names."""
     whole = _Table(path, "", _parsed(path))
+    whole.check("devices", "families", "slo_ms")
     kinds = whole.table("devices")
     devices = {kind: kinds.count(kind) for kind, _ in kinds.items()}
     default_ms = whole.number("slo_ms") if "slo_ms" in whole.content else None
@@ -60,18 +62,17 @@ def read_cluster(path: str) -> Cluster:
     demand_qps: dict[str, float] = {}
     slo_ms: dict[str, float] = {}
     for family, entry in whole.table("families").tables():
+        entry.check("demand_qps", "slo_ms", "variants")
         demand_qps[family] = entry.number("demand_qps")
         slo_ms[family] = entry.number("slo_ms", default=default_ms)
         for variant, inner in entry.table("variants").tables():
+            inner.check("accuracy", "latency_ms")
             accuracy = inner.number("accuracy")
             for device, profile in _profiles(inner.table("latency_ms"), os.path.dirname(path)):
                 option = Option(family, variant, device, accuracy, profile)
                 fitting = option.within(slo_ms[family])
                 if fitting is not None:
                     options.append(fitting)
-            inner.end()
-        entry.end()
-    whole.end()
     try:
         return Cluster(Problem(devices, options, demand_qps), slo_ms)
     except ValueError as error:
@@ -81,23 +82,24 @@ def read_cluster(path: str) -> Cluster:
 def read_herd(path: str) -> Herd:
     """Raises OSError and FormatError."""
     whole = _Table(path, "", _parsed(path))
+    whole.check("devices", "groups", "largest", "memory_gb", "models", "streams")
     models = {}
     for name, entry in whole.table("models").tables():
+        entry.check("affinity", "memory_gb", "throughput_qps")
         models[name] = HostedModel(
             throughput_qps=entry.number("throughput_qps"),
             memory_bytes=_bytes(entry),
             affinity=entry.text("affinity", default=""),
         )
-        entry.end()
     streams = {}
     for name, entry in whole.table("streams").tables():
+        entry.check("model", "rate_qps")
         streams[name] = Stream(entry.text("model"), entry.number("rate_qps"))
         if streams[name].model not in models:
             raise FormatError(
                 f"{path}: streams.{name}.model is {streams[name].model!r}; there is no such model"
             )
-        entry.end()
-    herd = Herd(
+    return Herd(
         streams,
         models,
         devices=whole.count("devices"),
@@ -105,8 +107,6 @@ def read_herd(path: str) -> Herd:
         groups=whole.count("groups"),
         largest=whole.count("largest") if "largest" in whole.content else None,
     )
-    whole.end()
-    return herd
 
 
 def _bytes(entry: _Table) -> int:
@@ -123,13 +123,14 @@ def _profiles(entry: _Table, directory: str) -> Iterator[tuple[str, LatencyProfi
                 yield device, load_profile(os.path.join(directory, value))
                 continue
             inner = _Table(entry.path, entry.name(device), value)
-            yield device, _line(inner) if "alpha" in inner.content else _measured(inner)
-            inner.end()
+            is_line = not _LINE.isdisjoint(inner.content)
+            yield device, _line(inner) if is_line else _measured(inner)
         except ValueError as error:
             raise FormatError(f"{entry.path}: {entry.name(device)}: {error}") from None
 
 
 def _line(entry: _Table) -> LatencyProfile:
+    entry.check(*_LINE)
     largest = _DEFAULT_MAX_BATCH_SIZE
     if "max_batch_size" in entry.content:
         largest = entry.count("max_batch_size", most=LARGEST_SIZE)
@@ -159,7 +160,7 @@ def _parsed(path: str) -> Any:
 
 
 class _Table:
-    """A table of a file; what nobody asked for is an error in the end."""
+    """A table of a file, which names its entries in errors."""
 
     def __init__(self, path: str, where: str, content: Any) -> None:
         self.path = path
@@ -168,7 +169,14 @@ class _Table:
         if not isinstance(content, dict):
             raise FormatError(f"{path}: {where or 'the whole'} is not a table")
         self.content: dict[str, Any] = content
-        self._known: set[str] = set()
+
+    def check(self, *known: str) -> None:
+        """Raise FormatError for other entries; first, as one that is missing may be misspelt."""
+        for key in self.content:
+            if key not in known:
+                raise FormatError(
+                    f"{self.path}: {self.name(key)} is not known" + did_you_mean(key, known)
+                )
 
     def name(self, key: str) -> str:
         key = printable(key)  # messages have one line
@@ -200,7 +208,7 @@ class _Table:
 
     def number(self, key: str, *, default: float | None = None) -> float:
         """A number from 0 on; without a default it has to be there."""
-        if default is not None and not self._has(key):
+        if default is not None and key not in self.content:
             return default
         value = self._value(key)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -213,7 +221,7 @@ class _Table:
 
     def text(self, key: str, *, default: str | None = None) -> str:
         """A text; without a default it has to be there."""
-        if default is not None and not self._has(key):
+        if default is not None and key not in self.content:
             return default
         value = self._value(key)
         if not isinstance(value, str):
@@ -222,20 +230,8 @@ class _Table:
             )
         return value
 
-    def end(self) -> None:
-        """Raise FormatError for an entry that nobody asked for."""
-        for key in self.content:
-            if key not in self._known:
-                raise FormatError(
-                    f"{self.path}: {self.name(key)} is not known" + did_you_mean(key, self._known)
-                )
-
-    def _has(self, key: str) -> bool:
-        self._known.add(key)
-        return key in self.content
-
     def _value(self, key: str) -> Any:
-        if not self._has(key):
+        if key not in self.content:
             raise FormatError(f"{self.path}: {self.name(key)} is missing")
         return self.content[key]
 

@@ -214,6 +214,8 @@ def test_json_has_null_where_no_number_is(
     ("old", "new", "message"),
     [
         ("slo_ms = 300", "slo_ms = 300\nslo = 1", "slo is not known; did you mean 'slo_ms'?"),
+        ("slo_ms = 300", "slo_s = 0.3", "slo_s is not known; did you mean 'slo_ms'?"),
+        ("demand_qps = 120", "demand_rps = 120", "demand_rps is not known; did you mean 'demand_"),
         ("slo_ms = 300", "", "families.classify.slo_ms is missing"),
         ("cpu = 4", "cpu = 1.5", "devices.cpu is 1.5; it has to be a whole number from 0 to 10000"),
         ("cpu = 4", "tpu = 4", "small on cpu: there is no such kind of device"),
@@ -230,6 +232,8 @@ def test_json_has_null_where_no_number_is(
         ("{ 1 = 18, 4 = 55 }", "{ 1 = 0 }", "a batch of 1 takes 0"),
         ("{ 1 = 18, 4 = 55 }", "7", "latency_ms.cpu is not a table"),
         ("{ 1 = 18, 4 = 55 }", '""', "latency_ms.cpu: this names no file of a profile"),
+        ("alpha = 0.4, beta = 3", "beta = 3", "latency_ms.gpu.alpha is missing"),
+        ("alpha = 0.4, beta", "alfa = 0.4, beta", "alfa is not known; did you mean 'alpha'?"),
         ("alpha = 0.4, beta = 3", "alpha = 0, beta = 0", "latency_ms.gpu: a batch of 1 takes 0"),
         ("max_batch_size = 64", "max_batch_size = 0", "max_batch_size is 0"),
         ("max_batch_size = 64", "max_batch_size = 1_000_000", "max_batch_size is 1000000; it has"),
@@ -258,6 +262,7 @@ def test_a_bad_problem_names_the_entry(
     ("old", "new", "message"),
     [
         ('model = "bert"', 'model = "bart"', "streams.search.model is 'bart'; there is no such"),
+        ('model = "bert"', 'modell = "bert"', "streams.search.modell is not known; did you mean"),
         ('model = "bert"', "model = 1", "streams.search.model is 1; it has to be a text"),
         ("rate_qps = 150", "rate_qps = 0", "'search' has a rate of 0"),
         ("groups = 2", "groups = 0", "groups is 0"),
