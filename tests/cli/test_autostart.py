@@ -105,3 +105,13 @@ def test_cannot_break_the_start_of_an_interpreter(trims: Trims, tmp_path: Path) 
     assert (done.returncode, done.stdout) == (0, "False\n")
     assert len(done.stderr.splitlines()) == 1
     assert "remove that file" in done.stderr
+
+
+def test_a_virtual_environment_reads_it_twice_and_it_speaks_once(
+    trims: Trims, tmp_path: Path
+) -> None:
+    (tmp_path / FILE_NAME).write_text(LINE)
+    twice = f"import site, sys; site.addsitedir(sys.argv[1]); {START}"
+    done = trims.python("-I", "-S", "-c", twice, str(tmp_path), TRIMS_ENABLED="1")
+    assert done.returncode == 0
+    assert len(done.stderr.splitlines()) == 1

@@ -26,12 +26,14 @@ __all__ = ["FILE_NAME", "LINE", "autostart"]
 
 FILE_NAME = "trims_autostart.pth"
 
+# site reads the files of a virtual environment twice, hence the mark: it is said once.
 _CODE = """\
 try:
     import trims_shim
 except Exception as error:
     import sys
-    if sys.stderr is not None:
+    if sys.stderr is not None and not hasattr(sys, "_trims_autostart"):
+        sys._trims_autostart = "failed"
         sys.stderr.write("trims_autostart.pth: trims_shim is not active: %s; " % error)
         sys.stderr.write("unset TRIMS_ENABLED, or remove that file from site-packages\\n")
 """
