@@ -214,6 +214,20 @@ def test_what_is_no_model_is_refused(model: Any, error: type[Exception], message
         staged_on("cpu", model)
 
 
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        ([], ValueError, "model 'm': a model needs at least one stage"),
+        ("bad.pt", TypeError, "model 'm': 'bad.pt' is no stage"),
+        ({"cuda:0": [double]}, ValueError, "model 'm': a model has no stages for cpu"),
+    ],
+)
+def test_the_model_that_is_none_is_named(model: Any, error: type[Exception], message: str) -> None:
+    """Found: of several models nobody could tell which; text was taken for stages, by letters."""
+    with pytest.raises(error, match=message):
+        functions(model)
+
+
 def test_no_models_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one model"):
         FlexFunctions(

@@ -34,11 +34,24 @@ def staged_on(device: str, model: Stages) -> StagedModel:
         if device not in model:
             raise ValueError(f"a model has no stages for {device}; it has {', '.join(model)}")
         return staged_on(device, model[device])
+    if isinstance(model, str):
+        raise TypeError(f"{model!r} is no stage: it is not callable")  # nor are its letters stages
     # nn.Sequential is no Sequence, but iterates over its children; other modules do not.
     staged = StagedModel(model if isinstance(model, Iterable) else [model])
     if staged.loop is not None:
         raise TypeError("a model that ends in a Loop cannot start anew; serve it with a Batcher")
     return staged
+
+
+def _staged_everywhere(
+    name: str, model: Stages, devices: Sequence[str]
+) -> Mapping[str, StagedModel]:
+    """The stages of a model on each device; errors name the model."""
+    try:
+        return {device: staged_on(device, model) for device in devices}
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"model {name!r}: {error}") from error
 
 
 class _Model:
@@ -94,7 +107,7 @@ class FlexFunctions:
         self._models = {
             each: _Model(
                 each,
-                {device: staged_on(device, model) for device in self.devices},
+                _staged_everywhere(each, model, self.devices),
                 collate,
                 isolate_failures,
             )
