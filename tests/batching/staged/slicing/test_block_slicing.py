@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -100,8 +100,16 @@ class TestOwnModels:
     def test_one_stage_and_the_most(self) -> None:
         check(Encoder(2), torch.randint(0, 50, (2, 5)), 1)
         check(Encoder(2), torch.randint(0, 50, (2, 5)), 4)
-        with pytest.raises(ValueError, match="4 stages at most"):
+        with pytest.raises(ValueError, match="Encoder can be cut into 4 stages at most, not 5"):
             slice_blocks(Encoder(2).eval(), torch.randint(0, 50, (2, 5)), 5)
+
+    def test_a_number_of_stages_that_is_none(self) -> None:
+        """As by slice_model. Found: "4 stages at most, not 0", and errors of Python's."""
+        for number in (0, -1):
+            with pytest.raises(ValueError, match=f"n_stages is {number}; it has to be 1 or more"):
+                slice_blocks(Encoder(2).eval(), torch.randint(0, 50, (2, 5)), number)
+        with pytest.raises(TypeError, match=r"n_stages is 2\.5; it has to be a whole number"):
+            slice_blocks(Encoder(2).eval(), torch.randint(0, 50, (2, 5)), cast(Any, 2.5))
 
     def test_torchs_encoder(self) -> None:
         layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)

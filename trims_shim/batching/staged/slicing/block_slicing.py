@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from trims_shim.batching.arguments import whole
 from trims_shim.batching.staged.activations import Shared
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.slicing.block_calls import BlockCalls, Prelude, Shell
@@ -56,6 +57,8 @@ def slice_blocks(
     one before has returned; ValueError for less than one stage, or more than blocks, prelude and
     postlude make. Blocks the caller: the model runs some times.
     """
+    if n_stages is not None:
+        n_stages = whole("n_stages", n_stages)
     check_evaluates(model)
     path = (
         _path_to_blocks(model) if blocks is None else [each for each in blocks.split(".") if each]
@@ -65,6 +68,11 @@ def slice_blocks(
     body = _body(model, path, run)
     shell = body.shell
     steps = [BlockStage(body, step, step + 1) for step in range(body.last + 1)]
+    if n_stages is not None and n_stages > len(steps):
+        raise ValueError(
+            f"{shell.name} can be cut into {len(steps)} stages at most, not {n_stages}: its "
+            "blocks, and what is before and after them"
+        )
     times_ns = _times_of(steps, run, shell.name)
     _warn_of_twice(shell.name, times_ns)
     cuts = [Cut(position) for position in range(1, len(times_ns))]
