@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -87,6 +88,14 @@ def test_what_a_device_takes_by_default() -> None:
 def test_unusable_arguments_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         deploy(PROBLEM, **{"loaders": LOADERS, **options})  # type: ignore[arg-type]
+
+
+def test_a_loader_that_is_no_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found: with the name of a file, Ray was started first."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    loaders: Any = LOADERS | {"large": "large.pt"}
+    with pytest.raises(TypeError, match=r"loader of large is 'large\.pt'; it has to be a function"):
+        deploy(PROBLEM, loaders)
 
 
 def test_a_family_that_no_device_serves_in_time_cannot_be_planned() -> None:

@@ -74,6 +74,9 @@ def deploy(
     unknown = sorted({option.variant for option in problem.options} - set(loaders))
     if unknown:
         raise ValueError(f"loaders has none for {', '.join(unknown)}: add one for each variant")
+    for variant, loader in loaders.items():
+        if not callable(loader):
+            raise TypeError(f"the loader of {variant} is {loader!r}; it has to be a function")
     actor_options = actor_options or {}
     if foreign := set(actor_options) - set(problem.devices):
         raise ValueError(
