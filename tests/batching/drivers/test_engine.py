@@ -334,6 +334,24 @@ def test_the_end_on_a_loop_that_runs_waits_for_nothing() -> None:
     asyncio.run(asyncio.wait_for(main(), LONG_S))
 
 
+def test_functions_at_exit_call_a_batcher_if_they_are_registered_after_its_import() -> None:
+    result = run_script("""
+        import atexit
+        def call(what):
+            try:
+                print(what, batcher(1))
+            except Exception as error:
+                print(what, type(error).__name__)
+        atexit.register(call, "before")
+        from trims_shim.batching import Batcher
+        atexit.register(call, "after")
+        batcher = Batcher(lambda x: x)
+    """)
+    assert result.stdout.splitlines() == ["after 1", "before BatcherClosed"], result
+    assert result.returncode == 0
+    assert result.stderr == ""
+
+
 def test_threads_that_wait_at_the_end_get_their_answers() -> None:
     result = run_script("""
         from trims_shim.batching import Batcher
