@@ -17,7 +17,7 @@ import pytest
 
 from tests.batching.waiting import LONG_S, Endless, Gate, wait_until
 from trims_shim.batching import Batcher
-from trims_shim.batching.drivers.aio import AwaitedReply, Mailbox
+from trims_shim.batching.drivers.aio import AwaitedReply, Mailbox, ThreadLoop
 from trims_shim.batching.policies.window import Window
 from trims_shim.batching.rules import Rule
 from trims_shim.errors import BatcherClosed, BatchingError, QueueFull, RequestDropped
@@ -874,6 +874,27 @@ def test_two_loops_by_turns(function: Any) -> None:
         assert batcher.stats().answered == batcher.stats().submitted == 6
     for loop in loops:
         loop.close()
+
+
+@pytest.mark.parametrize("wait", [Batcher.drain, Batcher.close])
+def test_waiting_for_requests_before_the_batchers_own_loop_runs(
+    wait: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_run, run = threading.Event(), ThreadLoop._run
+
+    def late(*args: Any) -> None:
+        may_run.wait(LONG_S)
+        run(*args)
+
+    monkeypatch.setattr(ThreadLoop, "_run", late)
+    batcher = greedy(adouble)
+    request = batcher.submit(1)
+    with pytest.raises(TimeoutError):
+        wait(batcher, timeout_s=0)
+    may_run.set()
+    wait(batcher, timeout_s=LONG_S)
+    assert request.result(0) == 2
+    batcher.close(timeout_s=LONG_S)
 
 
 def test_the_batchers_own_loop_is_replaced_when_somebody_stops_it() -> None:

@@ -255,8 +255,8 @@ class LoopDispatch(Dispatch):
             self.on_rest()
 
     def is_alive(self) -> bool:
-        """See :class:`Dispatch`."""
-        return self.loop.is_running()
+        """See :class:`Dispatch`. A loop of the batcher's own is, also before its first step."""
+        return self.loop.is_running() or (self.on_rest is not None and not self.is_lost)
 
     def run_now(self, entries: list[Entry]) -> list[Any]:
         """Run entries without the policy, and wait for the results. Not on the loop.
