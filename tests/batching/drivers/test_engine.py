@@ -424,3 +424,15 @@ def test_the_end_of_the_process_waits_for_workers_that_give_tensors_back() -> No
     )
     done = subprocess.run([sys.executable, "-c", code], timeout=LONG_S, check=False)
     assert done.returncode == 0
+
+
+def test_who_looks_while_the_batchers_own_loop_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    batcher = greedy(atriple)
+    engine = batcher._engine
+    own = engine.own_loop()
+    looks = iter([own])  # there is none from the second look on, until there is the next one
+    replaced = property(lambda _: next(looks, None), lambda *_: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine), "_own", replaced, raising=False)
+        assert engine.dispatches() == [own]
+    batcher.close(timeout_s=LONG_S)

@@ -154,10 +154,8 @@ class Engine:
     def dispatches(self) -> list[Dispatch]:
         """All dispatches that there are."""
         found: list[Dispatch] = list(self._loops.values())
-        if self._own is not None:
-            found.append(self._own)
-        if self._threads is not None:
-            found.append(self._threads)
+        # Read once: another thread may replace the batcher's own loop.
+        found += [each for each in (self._own, self._threads) if each is not None]
         return found
 
     # --- for all dispatches -----------------------------------------------------------------------
