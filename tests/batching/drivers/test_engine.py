@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import gc
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +23,7 @@ from forks import passes_in_child
 
 from tests.batching.waiting import LONG_S, Gate, wait_until, wait_until_main_sleeps
 from trims_shim.batching import Batcher, batched
+from trims_shim.batching.drivers import engine as engines
 from trims_shim.batching.drivers import threads
 from trims_shim.batching.drivers.options import Options
 from trims_shim.batching.drivers.threads import ThreadDispatch
@@ -436,3 +439,44 @@ def test_who_looks_while_the_batchers_own_loop_is_replaced(monkeypatch: pytest.M
         patch.setattr(type(engine), "_own", replaced, raising=False)
         assert engine.dispatches() == [own]
     batcher.close(timeout_s=LONG_S)
+
+
+@contextlib.contextmanager
+def between_steps_of_weak_collections(call: Callable[[], object]) -> Iterator[None]:
+    """Call it where another thread may come while a collection of weak references is listed."""
+
+    def trace(frame: types.FrameType, event: str, argument: object) -> Any:
+        if frame.f_globals["__name__"] not in ("weakref", "_weakrefset"):
+            return None
+        if event == "line":
+            call()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def test_workers_that_start_while_others_are_listed() -> None:
+    gate = Gate()
+    with greedy(gate, devices=32, max_batch_size=1) as batcher:
+        requests = [batcher.submit(0)]
+        with between_steps_of_weak_collections(lambda: requests.append(batcher.submit(0))):
+            assert batcher._engine.workers()
+        assert 1 < len(requests) == len(batcher._engine.workers())
+        gate.open(len(requests))
+
+
+def test_batchers_that_are_made_while_the_interpreter_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, finished = [greedy(triple)], list[object]()
+    monkeypatch.setattr(engines.Engine, "finish", lambda engine, _: finished.append(engine))
+    monkeypatch.setattr(engines, "join_workers", lambda: None)
+    with between_steps_of_weak_collections(lambda: made.append(greedy(triple))):
+        engines._at_exit()
+    assert made[0]._engine in finished
+    assert len(made) > 1

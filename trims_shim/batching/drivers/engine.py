@@ -24,7 +24,7 @@ from trims_shim.batching.drivers.functions import BatchFunction
 from trims_shim.batching.drivers.learning import Learning
 from trims_shim.batching.drivers.options import Options
 from trims_shim.batching.drivers.replies import Entry, Failure, Seat
-from trims_shim.batching.drivers.threads import ThreadDispatch, join, join_workers
+from trims_shim.batching.drivers.threads import ThreadDispatch, join, join_workers, living
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.profiles.profiling import measure
 from trims_shim.batching.protocol import Request
@@ -41,7 +41,7 @@ __all__ = ["EXIT_S", "Engine", "EngineKind"]
 EXIT_S = 10.0
 """How long the end of the interpreter waits for answers; a batch that hangs must not keep it."""
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_engines: weakref.WeakKeyDictionary[Engine, None] = weakref.WeakKeyDictionary()
 _parents: list[object] = []
 """In a forked child: what belongs to the parent."""
 
@@ -64,7 +64,7 @@ class Engine:
         self.options = options
         self.is_closed = False
         self._forget()
-        _engines.add(self)
+        _engines[self] = None
 
     def _forget(self) -> None:
         # Re-entrant: while a dispatch is made under it, the collector may run a finalizer that
@@ -329,13 +329,13 @@ class _Countdown:
 
 
 def _after_fork_in_child() -> None:
-    for engine in list(_engines):
+    for engine in living(_engines):
         engine.forget()
 
 
 def _at_exit() -> None:
     end_s = time.monotonic() + EXIT_S
-    for engine in list(_engines):
+    for engine in living(_engines):
         engine.finish(max(0.0, end_s - time.monotonic()))
     join_workers()
 

@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from trims_shim.batching.drivers.dispatch import Dispatch, nothing
 from trims_shim.batching.drivers.functions import BatchFunction
@@ -33,7 +33,7 @@ from trims_shim.batching.torch_settings import adopt_torch_threads
 from trims_shim.diagnostics import is_interrupt
 from trims_shim.errors import BatcherClosed, QueueFull
 
-__all__ = ["IDLE_S", "JOIN_S", "ThreadDispatch", "join", "join_workers"]
+__all__ = ["IDLE_S", "JOIN_S", "ThreadDispatch", "join", "join_workers", "living"]
 
 _logger = logging.getLogger(__name__)
 
@@ -43,7 +43,8 @@ JOIN_S = 1.0
 """How long ends wait for threads that have nothing to do any more; they take some microseconds."""
 
 
-_started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_started: weakref.WeakKeyDictionary[threading.Thread, None] = weakref.WeakKeyDictionary()
+_Kept = TypeVar("_Kept")
 
 
 class ThreadDispatch(Dispatch):
@@ -60,7 +61,8 @@ class ThreadDispatch(Dispatch):
         self._keeper: Seat | None = None
         self._runners: dict[int, int] = {}
         """How many runs of batches are nested, by thread."""
-        self._workers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._workers: weakref.WeakKeyDictionary[threading.Thread, None]
+        self._workers = weakref.WeakKeyDictionary()
         """Those that have been started; without those that are gone."""
         self._starting: dict[Seat, int] = {}
         """Of workers whose threads are not started yet: the thread that starts them."""
@@ -220,7 +222,7 @@ class ThreadDispatch(Dispatch):
 
     def workers(self) -> list[threading.Thread]:
         """See :class:`Dispatch`."""
-        return list(self._workers)
+        return living(self._workers)
 
     def _run_in_worker(self, job: Job) -> None:
         try:
@@ -335,8 +337,8 @@ class ThreadDispatch(Dispatch):
                 daemon=True,
             )
             thread.start()
-            self._workers.add(thread)
-            _started.add(thread)
+            self._workers[thread] = None
+            _started[thread] = None
         except BaseException as error:
             if not _is_first(claim):
                 raise  # its thread lives
@@ -480,13 +482,19 @@ def _step(dispatch: ThreadDispatch, worker: Seat) -> bool:
         return True
 
 
+def living(kept: weakref.WeakKeyDictionary[_Kept, None]) -> list[_Kept]:
+    """What is kept and not gone. A WeakSet cannot be listed while other threads add to it."""
+    # The references come in one step.
+    return [each for reference in kept.keyrefs() if (each := reference()) is not None]
+
+
 def join_workers() -> None:
     """Wait at most :data:`JOIN_S` for the workers of closed batchers, and of those gone, to end.
 
     A thread that still frees a tensor when the interpreter ends aborts the process: torch takes the
     interpreter's lock again in a destructor, and the end of a thread must not leave one.
     """
-    join(list(_started))
+    join(living(_started))
 
 
 def join(threads: Iterable[threading.Thread]) -> None:
