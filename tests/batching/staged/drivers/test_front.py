@@ -164,8 +164,9 @@ def test_warming_measures_what_a_second_lane_gains() -> None:
 
 
 def test_the_size_of_batches_can_be_changed() -> None:
-    with windowed(model(), max_batch_size=2) as batcher:
-        batcher(1)
+    full = functools.partial(Window, wait_ms=LONG_S * 1e3)
+    with plain(model(), policy=full, max_batch_size=2) as batcher:
+        assert list(batcher.map(range(2))) == [0, 8]
         batcher.update(max_batch_size=8)
         assert list(batcher.map(range(8))) == [8 * item for item in range(8)]
         batcher.drain(LONG_S)
