@@ -7,6 +7,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -300,14 +301,33 @@ def test_hooks_that_wait_for_several_modules(module: MakeModule) -> None:
     assert called == [1]
 
 
+def test_hooks_that_come_while_others_run_in_another_thread(module: MakeModule) -> None:
+    name = module("waited_p", "")
+    seen: list[int] = []
+
+    def wait_for_another() -> None:
+        later = (name, lambda: seen.append(1))
+        registering = threading.Thread(target=call_when_imported, args=later)
+        registering.start()
+        registering.join()
+
+    call_when_imported(name, wait_for_another)
+    importlib.import_module(name)
+    assert seen == [1]
+    assert importing._hooks == {}
+
+
+@pytest.mark.parametrize("is_before", [False, True])
 def test_a_hook_that_comes_as_the_import_ends_in_another_thread(
-    module: MakeModule, monkeypatch: pytest.MonkeyPatch
+    module: MakeModule, monkeypatch: pytest.MonkeyPatch, *, is_before: bool
 ) -> None:
     name = module("waited_q", "")
     seen: list[int] = []
 
     class Hooks(dict[str, list[Callable[[], None]]]):
         def setdefault(self, *arguments: Any) -> Any:
+            if is_before:
+                importlib.import_module(name)
             found = super().setdefault(*arguments)
             importlib.import_module(name)  # with the hooks there are so far
             return found

@@ -46,6 +46,8 @@ def call_when_imported(name: str, hook: Callable[[], None]) -> None:
             return
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
+    if _is_imported(name):  # its import has ended since the first look
+        _run_all(name)
 
 
 def _run_overdue() -> None:
@@ -86,17 +88,17 @@ def _is_lazy(module: object) -> bool:
 
 def _run_all(name: str) -> None:
     """Run the hooks of a module, each in the one thread that takes it from the list."""
-    hooks = _hooks.pop(name, [])
-    while hooks:
-        try:
-            hook = hooks.pop(0)
-        except IndexError:
-            return
-        try:
-            _run(hook)
-        except BaseException:  # of a signal handler: the next import goes on
-            _hooks.setdefault(name, []).extend([hook, *hooks])
-            raise
+    while hooks := _hooks.pop(name, []):  # again, as others may have come while these ran
+        while hooks:
+            try:
+                hook = hooks.pop(0)
+            except IndexError:
+                break
+            try:
+                _run(hook)
+            except BaseException:  # of a signal handler: the next import goes on
+                _hooks.setdefault(name, []).extend([hook, *hooks])
+                raise
 
 
 def _run(hook: Callable[[], None]) -> None:
