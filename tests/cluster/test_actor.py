@@ -205,10 +205,12 @@ def test_a_model_that_its_loader_keeps_for_a_while_is_freed_after_that() -> None
 
 def test_batches_are_those_of_the_option_and_the_deployment() -> None:
     sizes: list[int] = []
+    may_answer = threading.Event()
 
     def load(device: str) -> BatchFunction:
         def answer(items: list[int]) -> list[int]:
             sizes.append(len(items))
+            assert may_answer.wait(PATIENCE_S)
             return items
 
         return answer
@@ -218,11 +220,13 @@ def test_batches_are_those_of_the_option_and_the_deployment() -> None:
         await device.load(1, SMALL)
         with pytest.raises(RequestDropped):  # by the profile, a batch takes 10 ms
             await device.answer(1, 7, 2.0)
-        assert await asyncio.gather(*(device.answer(1, n, 1e6) for n in range(7))) == [
-            (n,) for n in range(7)
-        ]
-        assert max(sizes) == SMALL.profile.max_batch_size
+        answers = asyncio.gather(*(device.answer(1, n, 1e6) for n in range(7)))
         assert device._batcher is not None
+        while device._batcher.stats().submitted < 1 + 7:
+            await asyncio.sleep(0.001)
+        may_answer.set()
+        assert await answers == [(n,) for n in range(7)]
+        assert max(sizes) == SMALL.profile.max_batch_size
         assert device._batcher.name == "cats/small"
         with pytest.raises(ValueError, match="nosuch"):
             await DeviceActor({"small": load}, "nosuch").load(1, SMALL)
