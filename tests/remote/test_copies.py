@@ -12,11 +12,13 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import open_descriptors
 
 from trims_shim.client.descriptors import OwnDescriptor
 from trims_shim.config import ShareOrSize
@@ -134,6 +136,37 @@ def test_a_descriptor_that_another_thread_closes_is_opened_again(
 
     monkeypatch.setattr(OwnDescriptor, "is_open", close)
     assert copies.use("k-1")
+
+
+def test_threads_that_use_a_copy_at_once_hold_it_once(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = keep(copies, "k-1")
+    others = [threading.Thread(target=copies.use, args=("k-1",)) for _ in range(3)]
+
+    def let_another() -> None:
+        if others:
+            other = others.pop()
+            other.start()
+            other.join()
+
+    class Held(dict[str, OwnDescriptor]):
+        def pop(self, *arguments: Any) -> Any:
+            found = super().pop(*arguments)
+            let_another()
+            return found
+
+        def setdefault(self, *arguments: Any) -> Any:
+            let_another()
+            return super().setdefault(*arguments)
+
+    monkeypatch.setattr(module, "_held", Held())
+    before = open_descriptors()
+    assert copies.use("k-1") == str(path)
+    assert len(open_descriptors() - before) == 1
+    assert not copies.evict("k-1")
+    forget()
+    assert copies.evict("k-1")
 
 
 def test_a_copy_that_took_the_place_of_another_is_held_too(copies: Copies) -> None:

@@ -324,8 +324,9 @@ def _is_at(descriptor: OwnDescriptor, path: str) -> bool:
 
 
 def _hold(path: str, descriptor: OwnDescriptor) -> None:
-    before = _held.pop(path, None)
-    _held[path] = descriptor
+    replaced = []
+    while _held.setdefault(path, descriptor) is not descriptor:  # perhaps it is another thread's
+        replaced.append(_held.pop(path, None))
     _asked[path] = next(_numbers)
     key = path.rpartition("-")[0]
     held = sorted(_held.copy(), key=lambda each: _asked.get(each, 0))
@@ -333,7 +334,7 @@ def _hold(path: str, descriptor: OwnDescriptor) -> None:
     older = {*own[:-_VERSIONS_HELD], *held[: -_most_held()]}
     for path in older:
         _asked.pop(path, None)
-    for each in (before, *(_held.pop(path, None) for path in older)):
+    for each in (*replaced, *(_held.pop(path, None) for path in older)):
         if each is not None:
             each.close()
 
