@@ -1028,6 +1028,16 @@ def test_who_asks_a_loop_that_has_just_ended_is_told(monkeypatch: pytest.MonkeyP
     batcher.close()
 
 
+def test_a_request_that_comes_as_its_batcher_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    batcher = greedy(adouble)
+    own = batcher._engine.own_loop()
+    batcher.close(timeout_s=LONG_S)
+    wait_until(lambda: own.is_lost, "the end of its loop")
+    monkeypatch.setattr(batcher._engine, "own_loop", lambda: own)  # asked for before the close
+    with pytest.raises(BatcherClosed):
+        batcher.submit(1)
+
+
 def test_the_batchers_own_loop_is_gone_with_it() -> None:
     before = set(threading.enumerate())
     assert greedy(adouble)(1) == 2

@@ -244,7 +244,9 @@ class LoopDispatch(Dispatch):
             self._direct.pop(done, None)
 
     def _closed(self) -> BatchingError:
-        return self._ended_loop() if self.is_lost else super()._closed()
+        # The end of a closed batcher's own loop is not why it takes no more.
+        is_why = self.is_lost and not self.is_closed
+        return self._ended_loop() if is_why else super()._closed()
 
     def _ended_loop(self) -> BatchingError:
         return BatchingError(f"{self.function.name}: the event loop of its batches has ended")
