@@ -17,7 +17,7 @@ import pytest
 
 from tests.batching.waiting import LONG_S, Endless, Gate, wait_until
 from trims_shim.batching import Batcher
-from trims_shim.batching.drivers.aio import AwaitedReply, Mailbox, ThreadLoop
+from trims_shim.batching.drivers.aio import AwaitedReply, LoopDispatch, Mailbox, ThreadLoop
 from trims_shim.batching.policies.window import Window
 from trims_shim.batching.rules import Rule
 from trims_shim.errors import BatcherClosed, BatchingError, QueueFull, RequestDropped
@@ -965,6 +965,41 @@ def test_who_waits_for_requests_of_a_loop_that_is_stopped_is_told() -> None:
     assert all("has ended" in str(request.exception(LONG_S)) for request in requests)
     stats = batcher.stats()
     assert (stats.submitted, stats.failed, stats.queued, stats.running) == (2, 2, 0, 0)
+    batcher.close(timeout_s=LONG_S)
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_who_waits_for_requests_does_not_wait_for_a_loop_that_is_closed_unheard(
+    monkeypatch: pytest.MonkeyPatch, is_awaited: bool
+) -> None:
+    """Found: what was told to a loop that ran at the look before, and no more, came to nobody."""
+
+    async def double(items: list[int]) -> list[int]:
+        return [2 * item for item in items]
+
+    batcher = greedy(double)
+    batcher._engine.look_s = 0.01
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    assert asyncio.run_coroutine_threadsafe(batcher.aio(1), loop).result(LONG_S) == 2
+
+    def close() -> None:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        monkeypatch.undo()
+        threading.Timer(0.1, loop.close).start()
+
+    def was_alive(dispatch: LoopDispatch) -> bool:
+        if dispatch.loop is loop:
+            close()
+        return True
+
+    monkeypatch.setattr(LoopDispatch, "is_alive", was_alive)
+    if is_awaited:
+        asyncio.run(asyncio.wait_for(batcher.adrain(), LONG_S))
+    else:
+        batcher.drain(LONG_S)
     batcher.close(timeout_s=LONG_S)
 
 

@@ -455,7 +455,8 @@ async def settled(engine: Engine) -> None:
     future: asyncio.Future[Any] = loop.create_future()
     reply = AwaitedReply(future, engine.mailbox(loop))
     with engine.watching(lambda: reply.answer(None)):
-        await future
+        while not (await asyncio.wait([future], timeout=engine.look_s))[0]:
+            engine.lose_ended()
 
 
 async def joined(engine: Engine) -> None:

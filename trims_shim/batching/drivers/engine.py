@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import threading
 import time
@@ -62,6 +63,8 @@ class Engine:
         self._make_threads = dispatch
         self.function = function
         self.options = options
+        self.look_s = 1.0
+        """How often who waits for all requests looks whether loops were closed."""
         self.is_closed = False
         self._forget()
         _engines[self] = None
@@ -103,17 +106,18 @@ class Engine:
             return self._loops.setdefault(loop, made)
 
     def _bury(self) -> None:
-        self._lose_ended()
+        self.lose_ended()
         for loop, dispatch in list(self._loops.items()):
             if dispatch.is_over:
                 self._past.merge(dispatch.record)
                 del self._loops[loop]
 
-    def _lose_ended(self) -> None:
-        """Fail what is open on loops that were closed meanwhile, so that it is counted."""
-        for dispatch in list(self._loops.values()):
-            if dispatch.is_lost and dispatch.is_busy:
-                dispatch.lose()
+    def lose_ended(self) -> None:
+        """Fail what is open on loops that were closed meanwhile: it counts, and is settled."""
+        with self._lock:
+            for dispatch in list(self._loops.values()):
+                if dispatch.is_lost and dispatch.is_busy:
+                    dispatch.lose()
 
     def own_loop(self) -> LoopDispatch:
         """The dispatch of an asynchronous function for callers without a loop."""
@@ -166,7 +170,7 @@ class Engine:
             return self._threads.stats()
         total = Record(devices=self.options.devices)
         with self._lock:  # else one that ends meanwhile would count twice, or not at all
-            self._lose_ended()
+            self.lose_ended()
             dispatches = self.dispatches()
             for record in (self._past, *(dispatch.record for dispatch in dispatches)):
                 total.merge(record)
@@ -178,7 +182,9 @@ class Engine:
     def watching(self, on_done: Callable[[], None]) -> Iterator[None]:
         """Call ``on_done`` once, from some thread, when all requests until now are settled.
 
-        Who leaves the block before that has given up: nothing is kept for it, or hurried.
+        A loop that is closed before it hears of this says nothing: who waits has to call
+        :meth:`lose_ended` now and then. Who leaves the block before the end has given up: nothing
+        is kept for it, or hurried.
         """
         watched = [dispatch for dispatch in self.dispatches() if dispatch.is_alive()]
         left = _Countdown(len(watched) + 1, on_done)
@@ -197,8 +203,12 @@ class Engine:
         # No Event: a thread that is interrupted while it waits for one may keep its lock, and then
         # the thread that sets it waits for ever.
         done = Seat()
+        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         with self.watching(done.wake):
-            is_done = done.sleep(-1.0 if timeout_s is None else max(0.0, timeout_s))
+            while not (is_done := done.sleep(min(self.look_s, max(0.0, end_s - time.monotonic())))):
+                if time.monotonic() >= end_s:
+                    break
+                self.lose_ended()
         if not is_done:
             stats = self.stats()
             raise TimeoutError(
