@@ -91,7 +91,7 @@ def _row(prompt: Any, device: Any) -> tuple[Any, int | None]:
     tokens = _tokens(tokens, device, axes=1)
     if mask is not None:
         tokens = tokens[_mask(mask, tokens)]
-    return tokens, None if asked is None else int(_budgets(asked, device))
+    return tokens, None if asked is None else int(_budgets(asked, "cpu"))
 
 
 def _padded(batch: Any, device: Any) -> tuple[Any, Any, Any]:
