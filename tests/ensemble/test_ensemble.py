@@ -13,7 +13,7 @@ import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -437,6 +437,8 @@ MEMBERS = [Member("a", members.row_sums), Member("b", members.row_sums)]
         ([], {}, "needs a member"),
         (MEMBERS[:1] * 2, {}, "names of their own: a, a"),
         ([Member("a", members.row_sums, weight=-1.0)], {}, "a weight of -1"),
+        ([Member("a", members.row_sums, weight=cast(Any, "1"))], {}, "a weight of '1'"),
+        ([Member("a", members.row_sums)], {"devices": []}, "devices is empty; name one"),
         ([Member("a", members.row_sums, weight=0.0)], {}, "all members have a weight of 0"),
         (MEMBERS, {"segment_size": 0}, "1 or more"),
         (MEMBERS, {"max_segments": 0}, "1 or more"),
@@ -453,7 +455,7 @@ def test_what_cannot_be_is_said_before_anything_starts(
     given: Any, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        Ensemble(given, devices=["cpu"], **options)
+        Ensemble(given, **{"devices": ["cpu"], **options})
 
 
 # --- the end --------------------------------------------------------------------------------------

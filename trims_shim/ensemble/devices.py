@@ -29,9 +29,11 @@ def find_devices(names: Sequence[str | Device] | None = None) -> list[Device]:
     """The devices of these names: ``cpu``, ``cpu:CORES`` (such as ``cpu:0-3,8``), ``cuda:INDEX``.
 
     Without names, the GPUs that this process may use, and the processor, which is kept in reserve
-    beside GPUs. Memory is what is free now. Raises ValueError for another name, or a core or GPU
-    that is not there, EnsembleError if it cannot be known which GPUs there are.
+    beside GPUs. Memory is what is free now. Raises ValueError for no or another name, or a core or
+    GPU that is not there, EnsembleError if it cannot be known which GPUs there are.
     """
+    if names is not None and not len(names):
+        raise ValueError("devices is empty; name one, or give None for those of this machine")
     memory_bytes = available_bytes()
     gpus = cache(_gpus)  # asked once, if at all
     if names is None:

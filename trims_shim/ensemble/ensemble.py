@@ -190,8 +190,12 @@ def _check(
     if not names_of(members):
         raise ValueError("an ensemble needs a member")
     for member in members:
-        if not 0 <= member.weight < float("inf"):
-            raise ValueError(f"member {member.name!r} has a weight of {member.weight}")
+        try:
+            is_weight = 0 <= member.weight < float("inf")
+        except TypeError:
+            is_weight = False
+        if not is_weight:
+            raise ValueError(f"member {member.name!r} has a weight of {member.weight!r}")
     if not sum(member.weight for member in members):
         raise ValueError("all members have a weight of 0")
     if any(each is not None and each < 1 for each in (segment_size, max_segments)):

@@ -74,6 +74,17 @@ def test_the_processor_is_one_stage_ahead_and_no_more() -> None:
     ]
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, AssertionError])
+def test_a_gpu_that_cannot_be_used_is_named(kind: type[Exception]) -> None:
+    def refuse(**_: object) -> None:
+        raise kind("Torch not compiled with CUDA enabled")
+
+    torch = StandIn()
+    torch.cuda.Stream = refuse
+    with pytest.raises(RuntimeError, match="cuda:3 cannot be used: Torch not compiled"):
+        CudaLane("cuda:3", torch)
+
+
 def test_a_new_batch_does_not_wait_for_an_event_of_the_one_before() -> None:
     torch = StandIn()
     lane = CudaLane("cuda:0", torch)

@@ -55,7 +55,10 @@ class CudaLane:
 
     def __init__(self, device: str, torch: Any) -> None:
         self._torch = torch
-        self._stream = torch.cuda.Stream(device=torch.device(device))
+        try:
+            self._stream = torch.cuda.Stream(device=torch.device(device))
+        except (RuntimeError, AssertionError) as error:  # no such GPU, or a torch without CUDA
+            raise RuntimeError(f"{device} cannot be used: {error}") from error
         # With its number: which device "cuda" is, torch.cuda.set_device says for each thread alone.
         self._device = self._stream.device
         self._last: Any = None
