@@ -127,6 +127,9 @@ def _profiles(entry: _Table, directory: str) -> Iterator[tuple[str, LatencyProfi
             yield device, _line(inner) if is_line else _measured(inner)
         except ValueError as error:
             raise FormatError(f"{entry.path}: {entry.name(device)}: {error}") from None
+        except OSError as error:
+            what = f"{entry.name(device)}: {error.filename}: {error.strerror}"
+            raise FormatError(f"{entry.path}: {what}") from error
 
 
 def _line(entry: _Table) -> LatencyProfile:

@@ -232,6 +232,8 @@ def test_json_has_null_where_no_number_is(
         ("{ 1 = 18, 4 = 55 }", "{ 1 = 0 }", "a batch of 1 takes 0"),
         ("{ 1 = 18, 4 = 55 }", "7", "latency_ms.cpu is not a table"),
         ("{ 1 = 18, 4 = 55 }", '""', "latency_ms.cpu: this names no file of a profile"),
+        ("{ 1 = 18, 4 = 55 }", '"no.json"', "no.json: No such file or directory"),
+        ("{ 1 = 18, 4 = 55 }", '"no.json"', "small.latency_ms.cpu: /"),
         ("alpha = 0.4, beta = 3", "beta = 3", "latency_ms.gpu.alpha is missing"),
         ("alpha = 0.4, beta", "alfa = 0.4, beta", "alfa is not known; did you mean 'alpha'?"),
         ("alpha = 0.4, beta = 3", "alpha = 0, beta = 0", "latency_ms.gpu: a batch of 1 takes 0"),
