@@ -14,6 +14,7 @@ from trims_shim.batching.flex.batcher import FlexBatcher
 from trims_shim.batching.flex.dispatch import FlexLearning, _ascending
 from trims_shim.batching.flex.exit_points import exit_point
 from trims_shim.batching.policies.preemptible import PreemptibleModel
+from trims_shim.batching.profiles.learning import LearnedProfile
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.errors import RequestDropped
 
@@ -155,6 +156,21 @@ def test_another_batch_size_holds_for_what_is_queued_of_a_known_model() -> None:
         gate.set()
         assert [each.result(PATIENCE_S) for each in [held, *queued]] == [0, 0, 1, 2, 3]
     assert sizes == [1, 2, 2]
+
+
+def test_another_batch_size_may_come_while_a_model_is_looked_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with FlexBatcher({"m": [list]}, collate="list", max_batch_size=2) as batcher:
+        learning, look_up = batcher._engine.options.learning, LearnedProfile.profile
+
+        def profile(learned: LearnedProfile, max_batch_size: int) -> LatencyProfile:
+            found = look_up(learned, max_batch_size)
+            learning.max_batch_size = 5  # as update() in another thread does first
+            return found
+
+        monkeypatch.setattr(LearnedProfile, "profile", profile)
+        assert batcher("m", 1) == 1
 
 
 def test_what_was_learned_is_kept_for_the_next_one_of_its_name() -> None:

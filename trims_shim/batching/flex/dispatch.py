@@ -87,7 +87,8 @@ class FlexLearning(Learning):
     def model(self, key: Hashable) -> PreemptibleModel:
         """What is known of a key, which is a model and the shape of its inputs."""
         plain = plain_key(key)
-        return PreemptibleModel(self.profile(plain), self.max_batch_size, self._exits_of(plain))
+        size = self.max_batch_size  # read once: another thread may change it
+        return PreemptibleModel(self._profile(plain, size), size, self._exits_of(plain))
 
     def _learn(self, policy: Policy, job: Job) -> bool:
         if isinstance(job, FlexJob) and len(job.marks_ns):
