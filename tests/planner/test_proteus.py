@@ -8,6 +8,7 @@ import multiprocessing
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -334,6 +335,24 @@ def test_ctrl_c_does_not_wait_for_the_solver() -> None:
     finally:
         signal.signal(signal.SIGALRM, before)
     assert time.monotonic() - began_s < 30
+
+
+def test_ctrl_c_while_the_solver_is_started_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found: it ran on until its time was up, and the program could not end before."""
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        started.append(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        solve_for_minutes()
+    (solving,) = started
+    solving.join(30)
+    assert not solving.is_alive()
 
 
 def test_a_program_ends_while_a_thread_of_it_plans() -> None:

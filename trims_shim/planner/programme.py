@@ -148,13 +148,15 @@ def _solve(solver: Any) -> None:
         finally:
             has_ended.set()
 
-    threading.Thread(target=run, name="trims-planner", daemon=False).start()
+    solving = threading.Thread(target=run, name="trims-planner", daemon=False)
     try:
+        solving.start()  # may be interrupted when the thread runs
         while not has_ended.wait(_LOOK_S) and threading.main_thread().is_alive():
             pass
     finally:
         solver.cancelSolve()
-        has_ended.wait()
+        if solving.ident is not None:  # else it has not begun, or never will
+            has_ended.wait()
 
 
 def _is_solved(highspy: Any, info: Any) -> bool:
