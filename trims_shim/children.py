@@ -112,8 +112,8 @@ def search_path() -> list[str]:
     return library_first([os.path.dirname(PACKAGE_DIRECTORY), *ours])
 
 
-def installed_constant(path: str, name: str) -> str:
-    """Return a number or text of a module as they would import it; empty if it is not found.
+def installed_constant(path: str, name: str, ours: object = "") -> str:
+    """Return a number or text of a module as they would import it; ``ours`` if it is not found.
 
     Another version of this package may have been installed under this process. ``path`` is below
     the package, which may be in a zip archive and have no files.
@@ -123,7 +123,7 @@ def installed_constant(path: str, name: str) -> str:
         found = re.search(rf'^{name} = ("?)([\w.+!-]+)\1$', file.read(), re.MULTILINE)
         if found is not None:
             return found[2]
-    return ""
+    return str(ours)
 
 
 def library_first(directories: Iterable[str]) -> list[str]:

@@ -285,8 +285,8 @@ def is_older(welcome: messages.Welcome) -> bool:
     theirs = _key(welcome.protocol, welcome.package)
     ours = _key(messages.PROTOCOL_VERSION, __version__)
     return theirs < ours and theirs < _key(
-        installed_constant("wire/messages.py", "PROTOCOL_VERSION") or messages.PROTOCOL_VERSION,
-        installed_constant("_version.py", "__version__") or __version__,
+        installed_constant("wire/messages.py", "PROTOCOL_VERSION", messages.PROTOCOL_VERSION),
+        installed_constant("_version.py", "__version__", __version__),
     )
 
 

@@ -279,10 +279,10 @@ class PreparedFiles:
         for it, or it would take what we make for a leftover.
         """
         status = os.stat(self.directory)
-        is_alone = False
         if self._locked == (status.st_dev, status.st_ino):
-            return is_alone
+            return False
         self.close()
+        is_alone = False
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         self._lock = os.open(self.directory, flags)
         # File systems without locks: leftovers stay, nothing else depends on it.

@@ -206,10 +206,9 @@ def _has_package() -> bool:
 
 def _is_its_version() -> bool:
     """Whether a preparer would make what this daemon expects, or nothing is known of that."""
-    protocol = installed_constant("wire/messages.py", "PROTOCOL_VERSION")
-    layout = installed_constant("daemon/prepared/key.py", "LAYOUT_VERSION")
-    ours = (str(messages.PROTOCOL_VERSION), str(LAYOUT_VERSION))
-    return (protocol or ours[0], layout or ours[1]) == ours
+    protocol = installed_constant("wire/messages.py", "PROTOCOL_VERSION", messages.PROTOCOL_VERSION)
+    layout = installed_constant("daemon/prepared/key.py", "LAYOUT_VERSION", LAYOUT_VERSION)
+    return (protocol, layout) == (str(messages.PROTOCOL_VERSION), str(LAYOUT_VERSION))
 
 
 def _failed(reason: str, message: str) -> PrepareReply:
