@@ -25,6 +25,7 @@ LAYERS = (
         "memory.limits",
         "naming",
         "printable",
+        "replacing",
         "stack",
         "suggestions",
         "late_imports",

@@ -13,7 +13,6 @@ stops running those lines three releases later; this file must then be written a
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sysconfig
 
@@ -21,6 +20,7 @@ from trims_shim.cli.exits import Exit
 from trims_shim.cli.saying import say
 from trims_shim.cli.text import print_json
 from trims_shim.errors import ConfigError
+from trims_shim.replacing import replace_file
 
 __all__ = ["FILE_NAME", "LINE", "autostart"]
 
@@ -71,14 +71,9 @@ def autostart(arguments: argparse.Namespace) -> Exit:
 
 def _install(directory: str, path: str) -> str:
     """Why it cannot be installed; empty if it was."""
-    temporary = f"{path}.{os.getpid()}"
     try:
-        with open(temporary, "w", encoding="ascii") as file:
-            file.write(LINE)
-        os.replace(temporary, path)
+        replace_file(path, LINE.encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
         return (
             f"{directory} cannot be written: {error.strerror}; run this in a virtual environment, "
             f"or use `trims run`"

@@ -9,11 +9,11 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from trims_shim.batching.profiles.profile_json import replace_file, target_of
 from trims_shim.cli.arguments import refuse
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.text import print_json
 from trims_shim.errors import ConfigError, TrimsError
+from trims_shim.replacing import replace_file, target_of
 
 __all__ = ["Drawing", "Line", "Panel", "show"]
 

@@ -11,10 +11,10 @@ from trims_shim.batching.profiles.profile_json import (
     LARGEST_SIZE,
     JsonFormat,
     latencies_of,
-    target_of,
 )
 from trims_shim.ensemble.allocation import Device, Footprint, MemberProfile, Problem
 from trims_shim.errors import CorruptFile
+from trims_shim.replacing import target_of
 
 __all__ = ["load_problem", "save_problem"]
 

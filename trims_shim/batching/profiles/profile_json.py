@@ -1,25 +1,21 @@
 """The JSON in which profiles are kept: one reader and one writer for all kinds of them.
 
-A file is written under another name and then renamed, so a reader sees the old one or the new one.
-It has the mode of the old one, or that of any new file.
 Content is not trusted: whatever is wrong with it is a FormatError.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import secrets
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trims_shim.errors import CorruptFile, TruncatedFile, UnsupportedFormat
 from trims_shim.naming import naming
+from trims_shim.replacing import replace_file
 
-__all__ = ["LARGEST_SIZE", "JsonFormat", "largest_of", "latencies_of", "replace_file", "target_of"]
+__all__ = ["LARGEST_SIZE", "JsonFormat", "largest_of", "latencies_of"]
 
 _LIMIT_BYTES = 4 << 20
 LARGEST_SIZE = 1 << 16
@@ -62,29 +58,6 @@ class JsonFormat:
                 f"{self.version}; measure it anew with `{self.command}`"
             )
         return fields
-
-
-def target_of(path: str | os.PathLike[str]) -> str:
-    """The file that a user means: a link is to stay one."""
-    return os.path.realpath(path) if os.path.islink(path) else os.fspath(path)
-
-
-def replace_file(path: str, content: bytes) -> None:
-    """Write a file under another name, then rename it. Raises OSError."""
-    # Not by tempfile, whose files are for their owner only.
-    temporary = os.path.join(os.path.dirname(path), f".profile-{secrets.token_hex(8)}")
-    try:
-        with open(temporary, "xb") as file:
-            with contextlib.suppress(OSError):  # none yet, or a file system without modes
-                os.fchmod(file.fileno(), stat.S_IMODE(os.stat(path).st_mode))
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        if isinstance(error, OSError):
-            raise OSError(error.errno, error.strerror, path) from error
-        raise
 
 
 # --- values ---------------------------------------------------------------------------------------

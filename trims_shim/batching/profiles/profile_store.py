@@ -23,11 +23,11 @@ from trims_shim.batching.profiles.profile_json import (
     JsonFormat,
     largest_of,
     latencies_of,
-    target_of,
 )
 from trims_shim.config import Config
 from trims_shim.directories import existing_parent, make, roots_problem
 from trims_shim.errors import CorruptFile, FormatError
+from trims_shim.replacing import target_of
 
 __all__ = [
     "ProfileStore",
@@ -42,7 +42,7 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 
 _FORMAT = JsonFormat("trims latency profile", "latency profile", 1, "trims batch profile")
-_OURS = re.compile(r".*-[0-9a-f]{16}\.json|\.profile-.*", re.DOTALL)
+_OURS = re.compile(r".*-[0-9a-f]{16}\.json|\.trims-.*", re.DOTALL)
 """Profiles, and temporary files that a writer left behind."""
 _LIMIT_FILES = 1000
 """Inputs of very many shapes make as many keys, and keys may hold values that differ by process."""

@@ -17,11 +17,11 @@ from trims_shim.batching.profiles.profile_json import (
     JsonFormat,
     largest_of,
     latencies_of,
-    target_of,
 )
 from trims_shim.batching.staged.profiles.diversity import Diversity, preferred_size
 from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.errors import CorruptFile
+from trims_shim.replacing import target_of
 
 __all__ = [
     "SavedStages",

@@ -1,0 +1,37 @@
+"""Files that users keep (profiles, pictures), replaced as a whole.
+
+A file is written under another name and then renamed, so a reader sees the old one or the new one.
+It has the mode of the old one, or that of any new file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+
+__all__ = ["replace_file", "target_of"]
+
+
+def target_of(path: str | os.PathLike[str]) -> str:
+    """The file that a user means: a link is to stay one."""
+    return os.path.realpath(path) if os.path.islink(path) else os.fspath(path)
+
+
+def replace_file(path: str, content: bytes) -> None:
+    """Write a file under another name, then rename it. Raises OSError."""
+    # Not by tempfile, whose files are for their owner only.
+    temporary = os.path.join(os.path.dirname(path), f".trims-{secrets.token_hex(8)}")
+    try:
+        with open(temporary, "xb") as file:
+            with contextlib.suppress(OSError):  # none yet, or a file system without modes
+                os.fchmod(file.fileno(), stat.S_IMODE(os.stat(path).st_mode))
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, path) from error
+        raise
