@@ -433,6 +433,9 @@ def test_without_a_tag_the_size_decides_and_it_is_said(
     assert "neither ETag nor date" in caplog.text
     web.put("vit.pt", OTHER[:-1], tag="")
     assert read(trims_shim.fetch(url)) == OTHER[:-1]
+    assert caplog.text.count("neither ETag nor date") == 1  # though it was downloaded twice
+    trims_shim.fetch(web.put("resnet.pt", CONTENT, tag=""))
+    assert caplog.text.count("neither ETag nor date") == 2
 
 
 def test_an_unreachable_remote_has_a_copy(web: WebServer, caplog: pytest.LogCaptureFixture) -> None:

@@ -34,6 +34,8 @@ _POLL_S = 0.1
 _CHANGES_LIMIT = 3
 _CHUNK_BYTES = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_warned: set[str] = set()
+"""Keys of URLs whose changes may not be seen, which has been said."""
 
 
 class Outcome(enum.Enum):
@@ -189,7 +191,9 @@ class _Fetching:
     def _download(self, partial: Partial, listing: Listing) -> Listing:
         """Complete a download; what the remote has then, which may be something else."""
         size_bytes = listing.size_bytes
-        if not all(file.token or file.size_bytes == 0 for file in listing.files):
+        is_seen = all(file.token or file.size_bytes == 0 for file in listing.files)
+        if not is_seen and self.key not in _warned:
+            _warned.add(self.key)
             text = "%s: the remote says neither ETag nor date; a change of equal size is not seen"
             diagnostics.log(logging.WARNING, text, shown(self.url))
         diagnostics.log(logging.INFO, "%s: downloading %d bytes", shown(self.url), size_bytes)
