@@ -294,6 +294,28 @@ def test_a_batch_that_hangs_does_not_keep_the_interpreter() -> None:
     assert result.returncode == 0
 
 
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_who_asks_while_the_interpreter_ends_hears_that_it_does(prefix: str) -> None:
+    result = run_script(f"""
+        import atexit
+        def ask():
+            try:
+                batcher(0)
+            except Exception as error:
+                print(type(error).__name__, error, flush=True)
+        # Python runs it after those that are registered later.
+        atexit.register(ask)
+        from trims_shim.batching import Batcher
+        {prefix}def function(items):
+            return items
+        batcher = Batcher(function, name="echo", policy="immediate")
+        batcher(0)
+    """)
+    expected = "BatcherClosed echo takes no more requests: the interpreter ends"
+    assert result.stdout.splitlines() == [expected], result
+    assert result.stderr == ""
+
+
 def test_all_but_the_batch_that_hangs_comes_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "IDLE_S", 1e3)
     gate, saved = Gate(), list[None]()
@@ -478,5 +500,6 @@ def test_batchers_that_are_made_while_the_interpreter_ends(
     monkeypatch.setattr(engines, "join_workers", lambda: None)
     with between_steps_of_weak_collections(lambda: made.append(greedy(triple))):
         engines._at_exit()
+    engines.at_exit.clear()
     assert made[0]._engine in finished
     assert len(made) > 1

@@ -47,12 +47,15 @@ from trims_shim.diagnostics import is_interrupt
 from trims_shim.errors import BatcherClosed, BatchingError, QueueFull, RequestDropped
 from trims_shim.stack import check_stack
 
-__all__ = ["Dispatch", "nothing"]
+__all__ = ["Dispatch", "at_exit", "closed", "nothing"]
 
 _logger = logging.getLogger(__name__)
 
 _LATE_PRIORITY = -(1 << 62)
 """Below every request that can still be in time."""
+
+at_exit = threading.Event()
+"""Set when the interpreter ends."""
 
 
 class Dispatch(ABC):
@@ -582,7 +585,7 @@ class Dispatch(ABC):
         self._inbox.append(nothing)  # its turn tells the callers of what has failed
 
     def _closed(self) -> BatchingError:
-        return BatcherClosed(f"{self.function.name} takes no more requests: it was closed")
+        return closed(self.function)
 
 
 class _Watch:
@@ -593,6 +596,12 @@ class _Watch:
         self.numbers: set[int] = set()
         """Of requests that are open."""
         self.is_done = False
+
+
+def closed(function: BatchFunction) -> BatcherClosed:
+    """The error of requests that a batcher takes no more."""
+    why = "the interpreter ends" if at_exit.is_set() else "it was closed"
+    return BatcherClosed(f"{function.name} takes no more requests: {why}")
 
 
 def nothing(now_ns: int) -> None:

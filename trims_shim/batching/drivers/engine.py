@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trims_shim.batching.drivers.dispatch import Dispatch
+from trims_shim.batching.drivers.dispatch import Dispatch, at_exit, closed
 from trims_shim.batching.drivers.functions import BatchFunction
 from trims_shim.batching.drivers.learning import Learning
 from trims_shim.batching.drivers.options import Options
@@ -30,7 +30,6 @@ from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.profiles.profiling import measure
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.statistics import BatcherStats, Record
-from trims_shim.errors import BatcherClosed
 
 if TYPE_CHECKING:
     import asyncio
@@ -311,7 +310,7 @@ class Engine:
 
     def _check_open(self) -> None:
         if self.is_closed:
-            raise BatcherClosed(f"{self.function.name} takes no more requests: it was closed")
+            raise closed(self.function)
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +343,7 @@ def _after_fork_in_child() -> None:
 
 
 def _at_exit() -> None:
+    at_exit.set()
     end_s = time.monotonic() + EXIT_S
     for engine in living(_engines):
         engine.finish(max(0.0, end_s - time.monotonic()))
