@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -138,3 +139,32 @@ def test_an_import_that_fails_is_tried_again() -> None:
     for _ in range(2):
         with pytest.raises(ModuleNotFoundError):
             ensure_imported("trims_shim.there_is_no_such_module")
+
+
+_INSTALLED_UNDER_IT = """
+import pathlib, sys
+import trims_shim
+package = pathlib.Path(trims_shim.__file__).parent
+limits = package / "memory" / "limits.py"
+limits.write_text(limits.read_text().replace("memory_limit_bytes", "limit_bytes"))
+(package / "_version.py").write_text(sys.argv[1])
+try:
+    trims_shim.info()
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("version", [trims_shim.__version__, "99.0"])
+def test_an_import_from_another_version_that_was_installed_under_it(
+    tmp_path: Path, version: str
+) -> None:
+    source = Path(trims_shim.__file__).parent
+    ignore = shutil.ignore_patterns("__pycache__")
+    copy = shutil.copytree(source, tmp_path / "trims_shim", ignore=ignore)
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + _INSTALLED_UNDER_IT
+    said = _output_of(script, f'__version__ = "{version}"\n')
+    assert "memory_limit_bytes" in said
+    assert str(copy) in said
+    hint = f"start this program again, as trims_shim {version} was installed under it"
+    assert (hint in said) == (version == "99.0")

@@ -28,9 +28,8 @@ LAYERS = (
         "replacing",
         "stack",
         "suggestions",
-        "late_imports",
     ),
-    ("children",),
+    ("children", "late_imports"),
     (
         "diagnostics",
         "wire.messages",

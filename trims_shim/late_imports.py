@@ -23,6 +23,7 @@ import os
 import threading
 import time
 
+from trims_shim._version import __version__
 from trims_shim.stack import check_room
 
 TYPE_CHECKING = False
@@ -48,8 +49,25 @@ def ensure_imported(*names: str) -> None:
         if name not in _whole:
             check_room(_IMPORT_CALLS)
             with no_fork():
-                importlib.import_module(name)
+                try:
+                    importlib.import_module(name)
+                except ImportError as error:
+                    if name.startswith("trims_shim."):
+                        _check_installed(error)
+                    raise
                 _whole.add(name)
+
+
+def _check_installed(error: ImportError) -> None:
+    """Raise another ImportError if another version was installed under this program."""
+    from trims_shim.children import installed_constant
+
+    installed = installed_constant("_version.py", "__version__", __version__)
+    if installed != __version__:
+        raise ImportError(
+            f"start this program again, as trims_shim {installed} was installed under it "
+            f"({error}; this process has imported {__version__})"
+        ) from error
 
 
 @contextlib.contextmanager
