@@ -126,8 +126,9 @@ def test_an_image_is_its_users(server: Server, kind: str) -> None:
     """Not even that somebody uses a path is told to others; who knows a digest learns no more."""
     alice, bob = server.client(ALICE), server.client(BOB)
     digest = server.load(b"alice's", user=ALICE, name="/alice.pt")
-    with pytest.raises(UnknownImage):
-        server.ask(bob, BY_IMAGE[kind]("/alice.pt"))
+    for path in ("/alice.pt", "/nobodys.pt"):
+        with pytest.raises(UnknownImage, match=f"no resident .*{path}.*; load its file first if"):
+            server.ask(bob, BY_IMAGE[kind](path))
     for text in (digest, digest[:8]):
         with pytest.raises(AccessDenied, match="is not yours"):
             server.ask(bob, BY_IMAGE[kind](text))
@@ -276,6 +277,15 @@ def test_privileged_users_unpin_for_all(server: Server) -> None:
     server.ask(server.client(ALICE), admin.PinImageRequest(digest, True))
     server.ask(own(server), admin.PinImageRequest(digest, False))
     assert not server.host.store.is_pinned(digest)
+
+
+def test_what_another_user_has_pinned_stays_and_who_can_unpin_it_is_said(server: Server) -> None:
+    digest = server.load(b"both's", user=ALICE)
+    assert server.load(b"both's", user=BOB) == digest
+    server.ask(server.client(ALICE), admin.PinImageRequest(digest, True))
+    with pytest.raises(AccessDenied, match="only that one, the daemon's user or root can unpin"):
+        server.ask(server.client(BOB), admin.PinImageRequest(digest, False))
+    assert server.host.store.is_pinned(digest)
 
 
 class TestTwoTiers:

@@ -228,7 +228,10 @@ def _pin(daemon: Daemon, request: Request, message: admin.PinImageRequest) -> ad
             actions = tier.store.unpin(digest, None if session.is_privileged else session.peer.uid)
         daemon.openings.execute(tier, actions)
     if not message.is_pinned and any(tier.store.is_pinned(digest) for tier in tiers):
-        raise AccessDenied(f"image {digest[:12]} stays: another user has pinned it")
+        raise AccessDenied(
+            f"image {digest[:12]} stays: another user has pinned it; only that one, the daemon's "
+            "user or root can unpin it"
+        )
     return admin.PinImageReply(digest)
 
 

@@ -342,7 +342,11 @@ class Tiers:
         few = (
             "" if len(text) >= DIGITS_NEEDED else f" (of a digest, {DIGITS_NEEDED} digits or more)"
         )
-        raise UnknownImage(f"no resident image {text!r}{few}; `trims ls` shows them")
+        # Whether another user has loaded it is not told.
+        advice = (
+            "`trims ls` shows them" if may_see_all else "load its file first if another user has"
+        )
+        raise UnknownImage(f"no resident image {text!r}{few}; {advice}")
 
     def holding(self, digest: Digest, *, tier: str = "") -> list[Tier]:
         """Tiers where an image is resident; all of them, or the one of a name."""
