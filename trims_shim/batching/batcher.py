@@ -494,6 +494,9 @@ class Batcher(Generic[Item, Result, Piece]):
 
         Meanwhile the policy does not wait for further requests, but they may be made. What was
         learned is saved then, as by :meth:`close`.
+
+        Event loops that do not run when this begins are not waited for. One that is stopped
+        meanwhile may run again: until it is closed, this waits for it, or for ``timeout_s``.
         """
         self._engine.wait(None if timeout_s is None else patience_s("timeout_s", timeout_s))
         self._engine.keep()
