@@ -345,6 +345,27 @@ class TestScan:
         assert [each.manifest.key for each in scan.published] == [B]
         assert names(files) == [B]
 
+    @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ENOMEM])
+    def test_what_cannot_be_read_now_stays_for_the_next_scan(
+        self, files: PreparedFiles, monkeypatch: pytest.MonkeyPatch, number: int
+    ) -> None:
+        """Found: one EIO deleted a good model and a refusal, which were then made again."""
+        publish(files, A)
+        keep(files, B)
+        files.close()
+
+        def fail(path: str) -> bytes:
+            raise OSError(number, os.strerror(number), path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(prepared_files, "_read", fail)
+            with contextlib.closing(PreparedFiles(files.directory)) as unlucky:
+                assert unlucky.open() == Scan()
+        with contextlib.closing(PreparedFiles(files.directory)) as later:
+            scan = later.open()
+        assert [each.manifest.key for each in scan.published] == [A]
+        assert [each.key for each in scan.refusals] == [B]
+
     def test_models_of_another_layout_stay_while_another_daemon_lives(
         self, files: PreparedFiles
     ) -> None:

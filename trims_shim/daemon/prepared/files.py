@@ -65,6 +65,10 @@ _JUDGE_DIGITS = 16
 _RECORD_LIMIT_BYTES = 8 << 20
 _REFUSALS_KEPT = 1000
 _ATTEMPTS = 3
+_NOT_OF_THE_FILE = frozenset(
+    {errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
+)
+"""Errors of a disk or of this process: they say nothing of a file, and may be gone next time."""
 
 
 class Published(NamedTuple):
@@ -303,11 +307,14 @@ class PreparedFiles:
         foreign: list[str] = []
         for name in sorted(os.listdir(self.directory)):
             if _KEY.fullmatch(name):
-                found = self.load(name)
-                if found is not None:
-                    published.append(found)
-                elif is_alone or not self._is_of_another_layout(name):
-                    self.delete(self.retire(name))
+                try:
+                    published.append(self._load(name))
+                except (TrimsError, OSError) as error:
+                    _logger.warning("prepared model %s is not used: %s", name[:12], error)
+                    if _is_of_the_file(error) and (
+                        is_alone or not self._is_of_another_layout(name)
+                    ):
+                        self.delete(self.retire(name))
             elif _REFUSAL.fullmatch(name):
                 if name.endswith(self._refused):
                     refusals += self._load_refusal(name)
@@ -355,8 +362,9 @@ class PreparedFiles:
                 raise CorruptFile(f"{name} is of another model, or judged by another package")
         except (TrimsError, OSError) as error:
             _logger.warning("%s is not used: %s", path, error)
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+            if _is_of_the_file(error):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
         else:
             yield record
 
@@ -379,6 +387,10 @@ def _delete_oldest(paths: list[str], *, kept: int) -> None:
     for _, path in sorted(dated)[:-kept]:
         with contextlib.suppress(OSError):
             os.unlink(path)
+
+
+def _is_of_the_file(error: Exception) -> bool:
+    return not (isinstance(error, OSError) and error.errno in _NOT_OF_THE_FILE)
 
 
 def _identity(path: str) -> Identity | None:
