@@ -26,12 +26,15 @@ from trims_shim.daemon import clock, workers
 from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.prepared import clients as prepared_clients
+from trims_shim.daemon.prepared import files as prepared_files
 from trims_shim.daemon.prepared import jobs as prepared_jobs
+from trims_shim.daemon.prepared import key as prepared_key
 from trims_shim.daemon.prepared import refusals as prepared_refusals
 from trims_shim.daemon.prepared import serving as prepared_module
 from trims_shim.daemon.prepared.directory import PreparedSettings, Space
 from trims_shim.daemon.prepared.externals import external_identities
 from trims_shim.daemon.prepared.files import PreparedFiles, Scan
+from trims_shim.daemon.prepared.key import LAYOUT_VERSION
 from trims_shim.daemon.prepared.serving import PreparedModels
 from trims_shim.daemon.sessions import Limits, Session, Sessions
 from trims_shim.daemon.values import Announce
@@ -1172,6 +1175,47 @@ class TestRestart:
         make_world().make(model)
         world = make_world(budget=10)
         assert world.files() == []
+
+    def test_two_versions_take_turns(
+        self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: each deleted what the other had made. Now both count, and what is older goes."""
+        world = make_world()
+        world.make(model)
+        size_bytes = world.row().size_bytes
+        world.prepared.close()
+        with monkeypatch.context() as patch:
+            for module in (prepared_key, prepared_files, prepared_jobs):
+                patch.setattr(module, "LAYOUT_VERSION", LAYOUT_VERSION + 1)
+            newer = make_world()
+            newer.make(model)
+            newer.hit(model)
+            assert newer.prepared.storage().resident_bytes > 2 * size_bytes
+            newer.prepared.close()
+        again = make_world()
+        again.hit(model)
+        assert again.preparer.orders == []
+        assert len(again.files()) == 2
+        again.prepared.close()
+        small = make_world(budget=2 * size_bytes)
+        small.hit(model)
+        assert len(small.files()) == 1
+
+    def test_what_is_said_to_be_of_another_version(
+        self, make_world: Callable[..., World], model: Path
+    ) -> None:
+        """Under a key of this version: damage."""
+        world = make_world()
+        world.make(model)
+        record = world.directory / world.row().key / "entry.json"
+        world.prepared.close()
+        text = record.read_text().replace(f'"layout": {LAYOUT_VERSION}', '"layout": 0')
+        record.unlink()
+        record.write_text(text)
+        again = make_world()
+        again.make(model)
+        again.make(model)
+        again.hit(model)
 
     def test_use_is_noted_for_the_next_one(self, world: World, model: Path) -> None:
         world.make(model)

@@ -33,7 +33,7 @@ from trims_shim.daemon.prepared.manifest import (
     render,
     with_source,
 )
-from trims_shim.daemon.prepared.values import Content, Known
+from trims_shim.daemon.prepared.values import Content, Entry, Known
 from trims_shim.errors import CorruptFile
 from trims_shim.specs import Identity
 
@@ -366,20 +366,19 @@ class TestScan:
         assert [each.manifest.key for each in scan.published] == [A]
         assert [each.key for each in scan.refusals] == [B]
 
-    def test_models_of_another_layout_stay_while_another_daemon_lives(
-        self, files: PreparedFiles
-    ) -> None:
-        """Found: each start of a daemon deleted what one of another version was serving."""
+    def test_models_of_another_layout_stay_and_count(self, files: PreparedFiles) -> None:
+        """Found: two versions that took turns deleted each other's, and made all anew each time."""
         for key in (A, B):
             publish(files, key)
         _rewrite(Path(files.directory, A), layout=LAYOUT_VERSION + 1)
-        with contextlib.closing(PreparedFiles(files.directory)) as other:
-            assert [each.manifest.key for each in other.open().published] == [B]
-        assert names(files) == [A, B]
+        os.utime(os.path.join(files.directory, A), ns=(10, 10))
         files.close()
         with contextlib.closing(PreparedFiles(files.directory)) as alone:
-            assert [each.manifest.key for each in alone.open().published] == [B]
-        assert names(files) == [B]
+            scan = alone.open()
+        size_bytes = sum(each.stat().st_size for each in Path(files.directory, A).iterdir())
+        assert [each.manifest.key for each in scan.published] == [B]
+        assert scan.others == (Entry(A, size_bytes, "", 0, 10),)
+        assert names(files) == [A, B]
 
     def test_the_longest_record(
         self, files: PreparedFiles, monkeypatch: pytest.MonkeyPatch

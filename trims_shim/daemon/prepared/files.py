@@ -12,7 +12,7 @@ user, or that others may write, are not used, and no symbolic link below the dir
 
 Another version of the package, or other settings, may prepare what these refuse: ``<judge>`` stands
 for both. A daemon reads only its own refusals, and deletes the oldest of too many others. Models of
-another layout it deletes if it is alone: else the daemon that made them may be serving them.
+another layout have other keys; it serves none of them, but they count, and go as its own do.
 
 Several daemons may share a directory. Each holds a shared flock on it while it lives. A daemon that
 gets an exclusive one is alone, and deletes what others have left half made. Methods may be called
@@ -110,6 +110,8 @@ class Scan(NamedTuple):
 
     published: tuple[Published, ...] = ()
     refusals: tuple[RefusalRecord, ...] = ()
+    others: tuple[Entry, ...] = ()
+    """Models of another layout, which another version of the package may be serving."""
 
     def sources(self) -> Iterator[Known]:
         """What models' files are known to hold."""
@@ -142,8 +144,8 @@ class PreparedFiles:
             raise NotServed("prepared_off", problem)
         if not os.path.isdir(self.directory):
             return Scan()
-        is_alone = self._claim(is_waiting=False)
-        return self._scan(is_alone=is_alone)
+        self._claim(is_waiting=False)
+        return self._scan()
 
     def close(self) -> None:
         """Give the lock up."""
@@ -273,10 +275,8 @@ class PreparedFiles:
     def _refusal_path(self, key: str) -> str:
         return os.path.join(self.directory, key + self._refused)
 
-    def _claim(self, *, is_waiting: bool) -> bool:
+    def _claim(self, *, is_waiting: bool) -> None:
         """Hold the shared lock of the directory as it is now; delete leftovers if we are alone.
-
-        Return whether we were, as far as is known.
 
         Another daemon, which is alone yet, may be deleting, for a moment also where we were alone:
         the kernel gives an exclusive lock up before it makes it a shared one. ``is_waiting``: wait
@@ -284,36 +284,36 @@ class PreparedFiles:
         """
         status = os.stat(self.directory)
         if self._locked == (status.st_dev, status.st_ino):
-            return False
+            return
         self.close()
-        is_alone = False
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         self._lock = os.open(self.directory, flags)
         # File systems without locks: leftovers stay, nothing else depends on it.
         with contextlib.suppress(OSError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_alone = True
             for name in os.listdir(self.directory):
                 if name.startswith((_MAKING, _REMOVED)):
                     self.delete(os.path.join(self.directory, name))
         with contextlib.suppress(OSError):
             fcntl.flock(self._lock, fcntl.LOCK_SH | (0 if is_waiting else fcntl.LOCK_NB))
             self._locked = (status.st_dev, status.st_ino)
-        return is_alone
 
-    def _scan(self, *, is_alone: bool) -> Scan:
+    def _scan(self) -> Scan:
         published: list[Published] = []
+        others: list[Entry] = []
         refusals: list[RefusalRecord] = []
         foreign: list[str] = []
         for name in sorted(os.listdir(self.directory)):
             if _KEY.fullmatch(name):
                 try:
-                    published.append(self._load(name))
+                    other = self._of_another_layout(name)
+                    if other is None:
+                        published.append(self._load(name))
+                    else:
+                        others.append(other)
                 except (TrimsError, OSError) as error:
                     _logger.warning("prepared model %s is not used: %s", name[:12], error)
-                    if _is_of_the_file(error) and (
-                        is_alone or not self._is_of_another_layout(name)
-                    ):
+                    if _is_of_the_file(error):
                         self.delete(self.retire(name))
             elif _REFUSAL.fullmatch(name):
                 if name.endswith(self._refused):
@@ -324,14 +324,11 @@ class PreparedFiles:
         refusals.sort(key=lambda each: each.refused_ns)
         for each in refusals[:-_REFUSALS_KEPT]:
             self.drop_refusal(each.key)
-        return Scan(tuple(published), tuple(refusals[-_REFUSALS_KEPT:]))
+        return Scan(tuple(published), tuple(refusals[-_REFUSALS_KEPT:]), tuple(others))
 
     def _load(self, key: str) -> Published:
         path = os.path.join(self.directory, key)
-        status = os.lstat(path)
-        problem = problem_of(path, status, may_be_roots=False)
-        if problem:
-            raise CorruptFile(problem)
+        status = _status(path)
         manifest = parse(Manifest, _read(os.path.join(path, _MANIFEST)))
         if (manifest.layout, manifest.key) != (LAYOUT_VERSION, key):
             raise CorruptFile(f"it is of layout {manifest.layout}, not {LAYOUT_VERSION}")
@@ -346,12 +343,14 @@ class PreparedFiles:
             status.st_mtime_ns,
         )
 
-    def _is_of_another_layout(self, key: str) -> bool:
-        """Whether a daemon of another version may be serving this model."""
-        with contextlib.suppress(CorruptFile, OSError):
-            data = _read(os.path.join(self.directory, key, _MANIFEST))
-            return parse(AnyManifest, data).layout != LAYOUT_VERSION
-        return False
+    def _of_another_layout(self, key: str) -> Entry | None:
+        """What is known of such a model; None if it should be ours. Raises CorruptFile, OSError."""
+        path = os.path.join(self.directory, key)
+        status = _status(path)
+        if parse(AnyManifest, _read(os.path.join(path, _MANIFEST))).layout == LAYOUT_VERSION:
+            return None
+        sizes = [os.lstat(os.path.join(path, name)).st_size for name in os.listdir(path)]
+        return Entry(key, sum(sizes), "", 0, status.st_mtime_ns)
 
     def _load_refusal(self, name: str) -> Iterator[RefusalRecord]:
         path = os.path.join(self.directory, name)
@@ -391,6 +390,15 @@ def _delete_oldest(paths: list[str], *, kept: int) -> None:
 
 def _is_of_the_file(error: Exception) -> bool:
     return not (isinstance(error, OSError) and error.errno in _NOT_OF_THE_FILE)
+
+
+def _status(path: str) -> os.stat_result:
+    """Of a model's directory. Raises CorruptFile, OSError."""
+    status = os.lstat(path)
+    problem = problem_of(path, status, may_be_roots=False)
+    if problem:
+        raise CorruptFile(problem)
+    return status
 
 
 def _identity(path: str) -> Identity | None:

@@ -357,7 +357,11 @@ class PreparedModels:
 
     def _drop_if_damaged(self, key: str) -> None:
         published = self._published.get(key)
-        if published is None or published.is_sound():
+        if published is None:
+            # In the store all the same: by its key it is ours, by its record of another layout.
+            self._execute(self._store.lose(key))
+            return
+        if published.is_sound():
             return
         found = self._files.load(key)
         if found is not None:
@@ -408,6 +412,8 @@ class PreparedModels:
         self._store.budget_bytes = event.budget_bytes
         for published in event.scan.published:
             self._adopt(published)
+        for entry in event.scan.others:
+            self._store.adopt(entry)
         for record in event.scan.refusals:
             self._store.remember(record.refusal, record.refused_ns)
         for known in event.scan.sources():
