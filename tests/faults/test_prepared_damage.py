@@ -315,6 +315,39 @@ def test_exchanged_directories(prepared_world: World) -> None:
         assert settled(world) == {"ready": 2}
 
 
+_EXCHANGED_MEANWHILE = (
+    SESSIONS
+    + """
+import os
+import onnxruntime.capi.onnxruntime_inference_collection as collection
+path, place, names = hear()
+first, second = (os.path.join(place, name) for name in names)
+class Binding:
+    def __getattr__(self, name):
+        return getattr(binding, name)
+    def InferenceSession(self, options, model, *arguments):
+        if model.startswith(place):
+            os.rename(first, first + ".aside")
+            os.rename(second, first)
+            os.rename(first + ".aside", second)
+        return binding.InferenceSession(options, model, *arguments)
+binding, collection.C = collection.C, Binding()
+say([bits(create(path)), counted()])
+"""
+)
+
+
+def test_exchanged_while_a_session_is_made(prepared_world: World) -> None:
+    """Found: it computed what the other model does."""
+    world = prepared_world
+    paths = [model(world, 1), model(world, 2)]
+    right = expected(world, *paths)
+    prepare(world, *paths)
+    child = world.spawn(_EXCHANGED_MEANWHILE)
+    child.say([paths[0], directory(world), entries(world)])
+    assert child.hear(40) == [right[0], [0, {"prepared_changed": 1}]]
+
+
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_the_whole_directory_goes(prepared_world: World, is_restarted: bool) -> None:
     """Removed, and a file in its place: sessions that run go on, others are the original's."""

@@ -2,8 +2,8 @@
 
 Owns the meaning of an :class:`OpenPreparedReply`. onnxruntime itself reads the files, by path. They
 are used only if they are the very files that the daemon verified (``os.stat`` gives the identities
-in the reply). A lease keeps them from eviction while a session is created or used. Losing it is
-harmless, because mapped files outlive their names.
+in the reply), before onnxruntime opens them and afterwards. A lease keeps them from eviction while
+a session is created or used. Losing it is harmless, because mapped files outlive their names.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class PreparedLease:
 class PreparedModel(NamedTuple):
     """A prepared model under a lease; ``path`` is its graph, the weights are beside it.
 
+    ``check`` raises NotServed (``prepared_changed``) if other files have their names by now.
     ``release`` gives up the lease; it never blocks or raises and is safe in a finalizer. The lease
     lives until then, or as long as something holds ``release``.
     """
@@ -51,6 +52,7 @@ class PreparedModel(NamedTuple):
     path: str
     key: str
     size_bytes: int
+    check: Callable[[], None]
     release: Callable[[], None]
 
 
@@ -82,12 +84,17 @@ def _hit(
 ) -> PreparedModel:
     if not os.path.isabs(reply.model) or reply.model_identity is None:
         raise WireError(f"a prepared model without a file was granted for {name}")
-    _check(reply.model, reply.model_identity, name)
-    size_bytes = reply.model_identity.size_bytes
+    files = {reply.model: reply.model_identity}
     if reply.weights_identity is not None:
-        _check(reply.weights, reply.weights_identity, name)
-        size_bytes += reply.weights_identity.size_bytes
-    return PreparedModel(reply.model, reply.key, size_bytes, release)
+        files[reply.weights] = reply.weights_identity
+
+    def check() -> None:
+        for path, identity in files.items():
+            _check(path, identity, name)
+
+    check()
+    size_bytes = sum(identity.size_bytes for identity in files.values())
+    return PreparedModel(reply.model, reply.key, size_bytes, check, release)
 
 
 def _check(path: str, identity: Identity, name: str) -> None:

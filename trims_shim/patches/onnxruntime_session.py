@@ -208,6 +208,8 @@ def _create_prepared(
             _on_device(session, options, prepared.path, plan.recipe),
         ):
             original()
+            # It has opened them by name, and somebody may have moved directories meanwhile.
+            prepared.check()
         session._sess_options = shown
         weakref.finalize(session._sess, prepared.release).atexit = False
     # What is shared on a device is counted when it is opened, and is not mapped here.
