@@ -132,6 +132,35 @@ class TestVerification:
         assert reply.message.startswith("without packed weights: does_not_reload")
         assert b"prepacked_" not in (directory / "model.onnx").read_bytes()
 
+    @pytest.mark.parametrize("prepack", ["share", "off"])
+    @pytest.mark.parametrize(
+        ("content", "reason"),
+        [(None, "preparer_failed"), (b"other weights", "corrupt")],
+        ids=["deleted", "replaced"],
+    )
+    def test_weights_that_somebody_deletes_or_replaces_meanwhile(
+        self,
+        content: bytes | None,
+        reason: str,
+        prepack: str,
+        model: Path,
+        directory: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Found: the model was refused for good."""
+        prepared = Sessions.prepared
+
+        def meanwhile(self: Sessions, directory: str) -> Any:
+            path = Path(directory, "weights.bin")
+            path.unlink(missing_ok=True)
+            if content is not None:
+                path.write_bytes(content)
+            return prepared(self, directory)
+
+        monkeypatch.setattr(Sessions, "prepared", meanwhile)
+        reply = prepare(model, directory, prepack=prepack)
+        assert (reply.reason, reply.is_lasting) == (reason, False)
+
     def test_what_onnxruntime_writes_may_be_truncated(
         self, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -31,8 +31,8 @@ from trims_shim.daemon.preparer import optimising, verifying
 from trims_shim.daemon.preparer.installation import installation
 from trims_shim.daemon.preparer.model_files import ModelFiles
 from trims_shim.daemon.preparer.optimising import Refusal, Sessions
-from trims_shim.errors import MessageTooLarge, TrimsError, WireError
-from trims_shim.specs import PREPARED_WEIGHTS
+from trims_shim.errors import CorruptFile, MessageTooLarge, TrimsError, WireError
+from trims_shim.specs import PREPARED_MODEL, PREPARED_WEIGHTS, Identity
 from trims_shim.wire import duties, frames, messages
 from trims_shim.wire.duties import PrepareReply, PrepareRequest, SourceHashed
 from trims_shim.wire.handover import clipped
@@ -207,12 +207,23 @@ def _attempt(
     directory = request.directory
     sessions.save(path, directory, is_packed=is_packed)
     optimising.place(directory, source=path)
-    weights_bytes = os.stat(os.path.join(directory, PREPARED_WEIGHTS)).st_size
-    note = verifying.verify(
-        reference, lambda: sessions.prepared(directory), weights_bytes=weights_bytes
-    )
-    sessions.check_casts(directory)
+    placed = _placed(directory)
+    try:
+        note = verifying.verify(
+            reference, lambda: sessions.prepared(directory), weights_bytes=placed[1].size_bytes
+        )
+        sessions.check_casts(directory)
+    finally:
+        # Whatever was found: is it true of what was made, or was that deleted or replaced?
+        if _placed(directory) != placed:
+            raise CorruptFile(f"the files in {directory} have changed while they were verified")
     return PrepareReply(probe=clipped(note))
+
+
+def _placed(directory: str) -> list[Identity]:
+    """What identifies the published pair. Raises OSError if one is gone."""
+    paths = (os.path.join(directory, name) for name in (PREPARED_MODEL, PREPARED_WEIGHTS))
+    return [Identity.from_stat(os.stat(path, follow_symlinks=False)) for path in paths]
 
 
 def _check_room(directory: str, size_bytes: int) -> None:
