@@ -601,6 +601,29 @@ class TestChanges:
         assert PreparedFiles(files.directory).open().refusals[0].sources == (other, KNOWN)
         assert names(files) == [A, refusals_of(files, B)[0].name]
 
+    def test_a_daemon_that_is_killed_meanwhile_leaves_nothing(
+        self, files: PreparedFiles, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: half a record stayed beside the model for good."""
+
+        class Killed(BaseException):
+            pass
+
+        def kill(*_: object) -> None:
+            raise Killed
+
+        publish(files)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", kill)
+            with pytest.raises(Killed):
+                files.add_source(A, KNOWN._replace(directory="/copies"))
+        files.close()
+        with contextlib.closing(PreparedFiles(files.directory)) as later:
+            later.open()
+        assert names(files) == [A]
+        left = sorted(os.listdir(os.path.join(files.directory, A)))
+        assert left == ["entry.json", "model.onnx", "weights.bin"]
+
     def test_use_is_noted(self, files: PreparedFiles) -> None:
         publish(files, A)
         os.utime(os.path.join(files.directory, A), ns=(10, 10))

@@ -214,10 +214,10 @@ class PreparedFiles:
         """Write down one more file that holds the model of an entry or a refusal."""
         path = os.path.join(self.directory, key, _MANIFEST)
         with contextlib.suppress(FileNotFoundError):
-            _replace(path, render(with_source(parse(Manifest, _read(path)), known)))
+            self._replace(path, render(with_source(parse(Manifest, _read(path)), known)))
         path = self._refusal_path(key)
         with contextlib.suppress(FileNotFoundError):
-            _replace(path, render(with_source(parse(RefusalRecord, _read(path)), known)))
+            self._replace(path, render(with_source(parse(RefusalRecord, _read(path)), known)))
 
     def keep_refusal(self, refusal: KeepRefusal, known: Known | None, refused_ns: int) -> None:
         """Write down that a model cannot be prepared, and what is ``known`` of its files."""
@@ -233,7 +233,7 @@ class PreparedFiles:
             sources=() if known is None else (known,),
             judgement=self._judgement,
         )
-        _replace(self._refusal_path(record.key), render(record))
+        self._replace(self._refusal_path(record.key), render(record))
 
     def drop_refusal(self, key: str) -> None:
         """Forget that a model cannot be prepared."""
@@ -271,6 +271,18 @@ class PreparedFiles:
                 os.unlink(path)
 
     # --- inside -----------------------------------------------------------------------------------
+
+    def _replace(self, path: str, data: bytes) -> None:
+        """Write a small file anew; a reader sees the old one or the new one."""
+        # Not beside a model's own files: nobody looks there for what was left half made.
+        fresh = os.path.join(self.directory, f"{_MAKING}{os.urandom(8).hex()}")
+        try:
+            _write(fresh, data)
+            os.rename(fresh, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(fresh)
+            raise
 
     def _refusal_path(self, key: str) -> str:
         return os.path.join(self.directory, key + self._refused)
@@ -463,15 +475,3 @@ def _write(path: str, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _replace(path: str, data: bytes) -> None:
-    """Write a small file anew; a reader sees the old one or the new one."""
-    fresh = os.path.join(os.path.dirname(path), f"{_MAKING}{os.urandom(8).hex()}")
-    try:
-        _write(fresh, data)
-        os.rename(fresh, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(fresh)
-        raise
