@@ -6,6 +6,7 @@ included.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import queue
@@ -1175,6 +1176,24 @@ class TestRestart:
         make_world().make(model)
         world = make_world(budget=10)
         assert world.files() == []
+
+    def test_no_budget_drops_nothing(
+        self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: where the size of the file system could not be asked for, all models went."""
+
+        def fail(_: str) -> Space:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        world = make_world()
+        world.make(model)
+        key = world.row().key
+        world.prepared.close()
+        with monkeypatch.context() as patch:
+            patch.setattr(prepared_module, "space_of", fail)
+            unlucky = make_world()
+        assert unlucky.outcome(model) == "refused prepared_off"
+        assert unlucky.files() == [key]
 
     def test_two_versions_take_turns(
         self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch

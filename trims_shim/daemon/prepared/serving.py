@@ -513,8 +513,9 @@ class PreparedModels:
         scan, budget_bytes, cpu, problem = Scan(), 0, "", ""
         try:
             cpu = cpu_identity()
-            scan = self._files.open()
+            # Before the scan: what is found does not fit a budget that is not known.
             budget_bytes = self._settings.budget.of(space_of(self._settings.directory).total_bytes)
+            scan = self._files.open()
         # Border: without this event, nobody would ever be answered.
         except Exception as error:
             problem = str(error) or type(error).__name__
