@@ -1271,6 +1271,26 @@ class TestOff:
         assert "writable by others" in world.prepared.storage().problem
         assert world.session.offers == {}
 
+    def test_a_directory_that_can_be_used_again(
+        self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: there were no prepared models until the daemon's end, which may be months."""
+        world = make_world()
+        world.make(model)
+        world.prepared.close()
+        world.directory.chmod(0o777)
+        again = make_world()
+        assert again.outcome(model) == "refused prepared_off"
+        again.end_aside()
+        assert again.woken.empty(), "not yet"
+        world.directory.chmod(0o700)
+        monkeypatch.setattr(again.prepared, "_look_again_s", 0.0)
+        assert again.outcome(model) == "refused prepared_off"
+        again.turn()
+        again.hit(model)
+        assert again.prepared.storage().problem == ""
+        assert again.preparer.orders == []
+
     def test_a_scan_that_fails_is_no_silence(
         self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -6,7 +6,8 @@ the server, and :meth:`PreparedModels.finish` takes them from there, so that the
 lock. All methods are called by the server's thread. None waits for anything but the directory and
 the client's interpreter; threads look for external data, whose server may be gone.
 
-The directory is scanned after the start; requests that arrive before that are answered then.
+The directory is scanned after the start; requests that arrive before that are answered then. One
+that cannot be used is looked at again later, if somebody asks.
 
 A prepared model is a name that the client opens by itself, so only clients of the daemon's own user
 that see the same files are served. Its files are checked before every answer: a model that is not
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import time
@@ -80,6 +82,7 @@ __all__ = ["PreparedModels"]
 _logger = logging.getLogger("trims_shim.daemon")
 
 _PATH_LIMIT = 4096
+_LOOK_AGAIN_S = 60.0
 _TOUCH_INTERVAL_NS = 60 * 10**9
 _HELD_FRACTION = 4
 """Models that wait in memory may take one part in this many of the free memory."""
@@ -160,6 +163,8 @@ class PreparedModels:
         self._early = EarlyRequests(front)
         self._cpu = ""
         self._problem = settings.problem
+        self._look_again_s = math.inf
+        """When a directory with a problem is looked at again, by time.monotonic()."""
         self._is_open = bool(settings.problem)
 
     def start(self) -> None:
@@ -317,6 +322,7 @@ class PreparedModels:
         if path and (not os.path.isabs(path) or "\0" in path or len(path) > _PATH_LIMIT):
             raise MalformedMessage(f"{path[:80]!r} is not the absolute path of a file")
         if self._problem:
+            self._look_again()
             raise NotServed("prepared_off", f"there are no prepared models: {self._problem}")
         if session.peer.uid != os.geteuid():
             raise NotServed("other_user", "prepared models are for the daemon's own user only")
@@ -325,6 +331,12 @@ class PreparedModels:
             problem = self._namespaces[session.number] = namespace_problem(session.peer.pid)
         if problem:
             raise NotServed("other_namespace", problem)
+
+    def _look_again(self) -> None:
+        """What was wrong with the directory may have been mended."""
+        if time.monotonic() >= self._look_again_s:
+            self._look_again_s = math.inf
+            self._aside.submit(self._open_directory)
 
     def _answer(self, opening: _Opening, known: Known | None) -> messages.OpenPreparedReply:
         message, identity = opening.message, identity_of(opening.offer)
@@ -406,9 +418,12 @@ class PreparedModels:
             raise NotServed("no_memory", f"{waiting_bytes} bytes of models would wait in memory")
 
     def _on_scanned(self, event: _Scanned) -> None:
+        if event.problem and event.problem != self._problem:
+            _logger.warning("no prepared ONNX models: %s", event.problem)
         self._is_open = True
         self._cpu = event.cpu
         self._problem = event.problem
+        self._look_again_s = time.monotonic() + _LOOK_AGAIN_S
         self._store.budget_bytes = event.budget_bytes
         for published in event.scan.published:
             self._adopt(published)
@@ -419,8 +434,6 @@ class PreparedModels:
         for known in event.scan.sources():
             self._store.learn(known)
         self._execute(self._store.fit())
-        if event.problem:
-            _logger.warning("no prepared ONNX models: %s", event.problem)
         self._early.serve()
 
     def _adopt(self, published: Published) -> None:
