@@ -366,6 +366,15 @@ class TestScan:
         assert [each.manifest.key for each in scan.published] == [A]
         assert [each.key for each in scan.refusals] == [B]
 
+    def test_the_log_tells_whose_record_it_is(
+        self, files: PreparedFiles, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Found: it said "of layout 4, not 4" of exchanged directories."""
+        publish(files, A)
+        os.rename(os.path.join(files.directory, A), os.path.join(files.directory, B))
+        assert files.load(B) is None
+        assert f"model {B[:12]} is not used: its record is that of {A[:12]}" in caplog.text
+
     def test_models_of_another_layout_stay_and_count(self, files: PreparedFiles) -> None:
         """Found: two versions that took turns deleted each other's, and made all anew each time."""
         for key in (A, B):

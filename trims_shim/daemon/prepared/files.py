@@ -343,7 +343,9 @@ class PreparedFiles:
         status = _status(path)
         manifest = parse(Manifest, _read(os.path.join(path, _MANIFEST)))
         if (manifest.layout, manifest.key) != (LAYOUT_VERSION, key):
-            raise CorruptFile(f"it is of layout {manifest.layout}, not {LAYOUT_VERSION}")
+            raise CorruptFile(
+                f"its record is that of {manifest.key[:12]}, of layout {manifest.layout}"
+            )
         model = os.path.join(path, PREPARED_MODEL)
         weights = os.path.join(path, PREPARED_WEIGHTS) if manifest.weights is not None else ""
         return Published(
