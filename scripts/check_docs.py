@@ -1,13 +1,16 @@
 """Check the documentation: links, the configuration table, and figures.
 
-Relative links must resolve, docs/configuration.md must have the settings of the code, and the
-figures in README.md, docs/onnxruntime.md and docs/gpu.md must be the measured ones of docs/results.
+Relative links must resolve, to the heading; docs/configuration.md must have the settings of the
+code; and the figures in README.md, docs/onnxruntime.md and docs/gpu.md must be the measured ones of
+docs/results.
 
 ``--write`` writes the tables. ``make docs`` checks.
 """
 
 from __future__ import annotations
 
+import collections
+import functools
 import json
 import re
 import sys
@@ -30,7 +33,9 @@ GPU_RESULTS = tuple(
 ONNX_RESULTS = ROOT / "docs" / "results" / "ort.json"
 TASKS = ("load + touch", "load + load_state_dict")
 MARKED = re.compile(r"(<!-- ([a-z ]+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
-LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
+LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
+HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
+FENCED = re.compile(r"^(`{3,}).*?^\1", re.MULTILINE | re.DOTALL)
 
 HEAD = """# Configuration
 
@@ -279,13 +284,25 @@ def _with_results(text: str) -> str:
 
 
 def broken_links() -> list[str]:
-    """Relative links that lead nowhere, as ``file: target``."""
+    """Relative links to files or headings that are not there, as ``file: target``."""
     found = []
     for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]:
-        for target in LINK.findall(page.read_text()):
-            if not (page.parent / target).exists():
-                found.append(f"{page.relative_to(ROOT)}: {target}")
+        for target, anchor in LINK.findall(page.read_text()):
+            path = page.parent / target if target else page
+            if not path.exists() or (anchor and anchor not in _anchors(path)):
+                found.append(f"{page.relative_to(ROOT)}: {target}{anchor and '#' + anchor}")
     return found
+
+
+@functools.cache
+def _anchors(page: Path) -> frozenset[str]:
+    """Of the headings of a page, as GitHub makes them: without markup and punctuation."""
+    found: collections.Counter[str] = collections.Counter()
+    for heading in HEADING.findall(FENCED.sub("", page.read_text())):
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        found[re.sub(r"[^\w\- ]", "", text).replace(" ", "-")] += 1
+    again = {f"{name}-{number}" for name in found for number in range(1, found[name])}
+    return frozenset(found) | again
 
 
 def main() -> int:
