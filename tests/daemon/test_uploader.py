@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from device_images import MIB, safetensors
 from emulated_cuda import Emulated
 from harness import PATIENCE_S, World, process_name, process_state, wait_until
 
+from trims_shim import children
 from trims_shim.daemon.device import uploader as process_module
 from trims_shim.daemon.device import uploading
 from trims_shim.daemon.device.uploading import Job, Uploader
@@ -556,6 +558,28 @@ def test_it_cannot_be_started(
     harness = make()
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(DriverFailure, match="cannot be started"):
+        harness.upload(source)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("wire/messages.py", "PROTOCOL_VERSION"), ("_version.py", "__version__")]
+)
+def test_another_version_that_was_installed_under_the_daemon(
+    path: str,
+    name: str,
+    make: Callable[..., Harness],
+    source: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Found: its uploader filled memory in its own way, and the daemon's clients got that."""
+    harness = make()
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).write_text(f"{name} = 1000000\n")
+    monkeypatch.setattr(children, "PACKAGE_DIRECTORY", str(tmp_path))
+    harness.uploader.start()
+    assert harness.uploader.pid is None
+    with pytest.raises(DriverFailure, match="another trims_shim was installed under the daemon"):
         harness.upload(source)
 
 

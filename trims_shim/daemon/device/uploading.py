@@ -26,7 +26,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from trims_shim.children import search_path
+from trims_shim._version import __version__
+from trims_shim.children import installed_constant, search_path
 from trims_shim.client.session import error_from
 from trims_shim.errors import DriverFailure, TrimsError, WireError
 from trims_shim.memory.device import DeviceAllocation
@@ -160,6 +161,12 @@ class Uploader:
             raise DriverFailure("the daemon is stopping; load again")
         process = self._process
         if process is None or process.is_dead or process.is_condemned:
+            if not _is_its_version():
+                # What it puts on the device, and how, may not be what our clients expect.
+                raise DriverFailure(
+                    f"the uploader of {self.device} cannot be started: another trims_shim was "
+                    "installed under the daemon; run `trims stop`"
+                )
             try:
                 process = self._process = _Process(
                     self.device, self._visible, self.backend, self._on_death
@@ -430,6 +437,13 @@ class _Process:
             self.kill()
             status = self._child.wait()
         return f"signal {-status}" if status < 0 else f"status {status}"
+
+
+def _is_its_version() -> bool:
+    """Whether a process would run this daemon's version, or nothing is known of that."""
+    protocol = installed_constant("wire/messages.py", "PROTOCOL_VERSION", messages.PROTOCOL_VERSION)
+    version = installed_constant("_version.py", "__version__", __version__)
+    return (protocol, version) == (str(messages.PROTOCOL_VERSION), __version__)
 
 
 def _launch(
