@@ -252,6 +252,26 @@ class TestErrors:
         assert harness.loader.allocated_bytes() == harness.image_bytes() == 0
 
     @pytest.mark.parametrize(
+        "emulated_environment", [{"fail": "cuMemMap"}], indirect=True, ids=["driver"]
+    )
+    def test_the_log_has_each_cause_once_a_minute(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Found: only the program that loaded was told, and an operator had nothing to go by."""
+        errors = [harness.load().error for _ in range(2)]
+        assert [type(each) for each in errors] == [UnknownDevice, UnknownDevice]
+        assert caplog.messages == [str(errors[0])]
+        assert "/model cannot be put on GPU-" in caplog.text
+        assert "cuMemMap of 6291456 bytes failed" in caplog.text
+        harness.loader.uploader.close()
+        assert "is stopping" in str(harness.load().error)
+        assert "is stopping" in caplog.messages[-1], "of another cause"
+        monkeypatch.setattr("trims_shim.daemon.device.loader._WARNING_INTERVAL_S", 0.0)
+        before = len(caplog.messages)
+        harness.load()
+        assert len(caplog.messages) == before + 1
+
+    @pytest.mark.parametrize(
         "emulated_environment", [{"copy_delay_ms": 200}], indirect=True, ids=["slow"]
     )
     def test_an_uploader_that_dies_of_another_one(self, harness: Harness) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import queue
 import threading
@@ -30,6 +31,7 @@ from trims_shim.daemon.device.peer_copying import PeerCopies, PeerImage
 from trims_shim.daemon.device.uploading import Job, Uploader
 from trims_shim.daemon.ingest import Meter
 from trims_shim.daemon.loader import Finished, Hashing, Load, Loads
+from trims_shim.daemon.recent import Recent
 from trims_shim.daemon.values import Ingested, StartIngest
 from trims_shim.errors import (
     DriverFailure,
@@ -62,6 +64,9 @@ _TRIES = 2
 _SHORTAGES = 4
 """How often a load is given room, each time as much as it needs. A program that takes all of that
 as well, while it becomes free, may have it."""
+_WARNING_INTERVAL_S = 60.0
+"""Between warnings of one cause."""
+_CAUSES_LIMIT = 64
 
 _Result = TypeVar("_Result")
 
@@ -100,6 +105,8 @@ class DeviceLoader(Loads[DeviceSegment]):
         self._account = Account()
         self._from_peers: set[int] = set()
         self._shortages: queue.SimpleQueue[Shortage] = queue.SimpleQueue()
+        self._warned_s: Recent[str, float] = Recent(_CAUSES_LIMIT)
+        self._warning = threading.Lock()
         # With a pool that does all our work in one thread, no thread could copy images meanwhile.
         self._may_demote = pool is None
         self._is_closing = threading.Event()
@@ -257,8 +264,7 @@ class DeviceLoader(Loads[DeviceSegment]):
             segment = self._with_room(load, lambda: self._copy_once(load, source))
         # NoSpace too: perhaps only the context of another uploader has no room.
         except (TrimsError, OSError) as error:
-            text = printable(f"{name} cannot be copied from {device}: {error}")
-            _logger.warning("%s", text)
+            self._warn(f"{name} cannot be copied from {device}", error)
             return None
         finally:
             source.segment.close()
@@ -285,6 +291,7 @@ class DeviceLoader(Loads[DeviceSegment]):
 
     def _upload(self, load: _DeviceLoad) -> tuple[DeviceSegment, Digest]:
         name = load.opening.name
+        what = f"{name} cannot be put on {self.memory.device}"
         # Before a job begins: this file is not to blame for an uploader that dies of a download.
         self._account.wait_for(load.leaver)
         for _ in range(_TRIES):
@@ -296,12 +303,23 @@ class DeviceLoader(Loads[DeviceSegment]):
                     finally:
                         is_innocent = job.is_innocent
             except WireError as error:
+                self._warn(what, error)
                 raise ReadFailed(f"{name}: {error}") from error
             except DriverFailure as error:
                 failure = error
                 if not is_innocent:
                     break
-        raise UnknownDevice(f"{name} cannot be put on {self.memory.device}: {failure}") from failure
+        self._warn(what, failure)
+        raise UnknownDevice(f"{what}: {failure}") from failure
+
+    def _warn(self, what: str, error: Exception) -> None:
+        """Write a failure down, if its cause has not just been; all that follow are like it."""
+        cause, now_s = str(error), time.monotonic()
+        with self._warning:
+            if now_s < self._warned_s.get(cause, -math.inf) + _WARNING_INTERVAL_S:
+                return
+            self._warned_s.put(cause, now_s)
+        _logger.warning("%s", printable(f"{what}: {cause}"))
 
     def _upload_once(self, job: Job, load: _DeviceLoad) -> tuple[DeviceSegment, Digest]:
         size_bytes, name = load.opening.identity.size_bytes, load.opening.name
