@@ -589,12 +589,17 @@ class TestLeaving:
         finished.segment.close()
         assert 0 < finished.result.load_ns < PATIENCE_S * 1e9
 
-    def test_damaged_memory_does_not(self, harness: Harness) -> None:
+    def test_damaged_memory_does_not(
+        self, harness: Harness, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Found: nobody was told of it, nor of a driver that could not read it back."""
         segment = harness.adopted()
         os.pwrite(segment.descriptors[0], b"damage", 1000)
         finished = self.demote(harness)
         assert isinstance(finished.error, ReadFailed)
         assert "damaged" in str(finished.error)
+        assert f"image {DIGEST[:12]} cannot be moved from GPU-" in caplog.text
+        assert str(finished.error) in caplog.text
         assert finished.segment is None
         assert harness.image_bytes() == 0
 

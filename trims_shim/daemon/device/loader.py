@@ -152,6 +152,9 @@ class DeviceLoader(Loads[DeviceSegment]):
             finished = self._copied(segment, digest, ingest, to)
             self._give_up(segment)
             self._account.end_leaving(size)
+            if finished.error is not None:  # Nobody waits for the image, who would be told.
+                what = f"image {digest[:12]} cannot be moved from {self.memory.device}"
+                self._warn(what, finished.error)
             deliver(finished)
 
         # Not in a thread of the loads, which wait for it.
