@@ -6,9 +6,11 @@ import itertools
 import os
 import queue
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from blake3 import blake3
@@ -16,6 +18,7 @@ from device_images import MIB, safetensors
 from emulated_cuda import Emulated
 from harness import PATIENCE_S, World, wait_until
 
+from trims_shim.daemon.device import uploading
 from trims_shim.daemon.device.account import Shortage
 from trims_shim.daemon.device.loader import DeviceLoader
 from trims_shim.daemon.device.peer_copying import PeerCopies, PeerImage
@@ -90,6 +93,10 @@ class Harness:
     def image_bytes(self) -> int:
         found = self.machine.allocations()
         return sum(each.size_bytes for each in found if each.kind in ("vmm", "linear"))
+
+
+def wait_for_another(uploader: Uploader, pid: int | None) -> None:
+    wait_until(lambda: uploader.pid not in (None, pid), "the next one waits")
 
 
 @pytest.fixture
@@ -193,6 +200,27 @@ def test_jobs_do_not_wait_for_loads(harness: Harness) -> None:
     for job in harness.loader.take_jobs():
         job()
     assert results == [42]
+
+
+def test_nobody_waits_for_the_start_of_the_next_uploader(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: the server did, and hung with the disk that its interpreter was on."""
+    launch, may_start = uploading._launch, threading.Event()
+
+    def launch_late(*arguments: Any) -> subprocess.Popen[bytes]:
+        may_start.wait(PATIENCE_S)
+        return launch(*arguments)
+
+    harness.loader.discard(harness.load().ingest)
+    first = harness.loader.uploader.pid
+    harness.loader.uploader._idle_s = 0.0
+    monkeypatch.setattr(uploading, "_launch", launch_late)
+    for _ in range(2):
+        harness.loader.tend()
+    assert harness.loader.uploader.pid in (None, first)
+    may_start.set()
+    wait_for_another(harness.loader.uploader, first)
 
 
 class TestErrors:
@@ -552,7 +580,7 @@ class TestPeers:
         ):
             process.join()
             assert process.is_dead
-            assert uploader.pid not in (None, process.pid), "the next one waits"
+            wait_for_another(uploader, process.pid)
 
 
 class TestLeaving:

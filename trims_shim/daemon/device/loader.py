@@ -23,7 +23,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from typing import TypeVar
 
 from trims_shim.daemon.device.account import Account, Shortage
@@ -110,6 +110,7 @@ class DeviceLoader(Loads[DeviceSegment]):
         # With a pool that does all our work in one thread, no thread could copy images meanwhile.
         self._may_demote = pool is None
         self._is_closing = threading.Event()
+        self._retiring: Future[None] | None = None
 
     def allocated_bytes(self) -> int:
         """Device memory that we allocated. Any thread may ask."""
@@ -186,8 +187,9 @@ class DeviceLoader(Loads[DeviceSegment]):
     def tend(self) -> None:
         """See :meth:`Loads.tend`."""
         super().tend()
-        for uploader in self._uploaders():
-            uploader.retire_if_idle()
+        # Not here: starting the next process may hang, with the disk that its interpreter is on.
+        if self._retiring is None or self._retiring.done():
+            self._retiring = self._aside.submit(self._retire_uploaders)
 
     def close(self) -> None:
         """See :meth:`Loads.close`; ends the uploaders."""
@@ -442,6 +444,10 @@ class DeviceLoader(Loads[DeviceSegment]):
                 memory=segment.job,
             )
         return reply.digest
+
+    def _retire_uploaders(self) -> None:
+        for uploader in self._uploaders():
+            uploader.retire_if_idle()
 
     def _uploaders(self) -> list[Uploader]:
         return [self.uploader] if self.peers is None else [self.uploader, self.peers.uploader]

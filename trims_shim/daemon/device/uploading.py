@@ -131,7 +131,7 @@ class Uploader:
         """Replace a process that has worked and has been idle for a while by a new one.
 
         The old one's context goes, and the next job need not wait for a process to start.
-        Call it now and then; it never waits for the lock.
+        Call it now and then; it never waits for the lock, but for the new process to start.
         """
         if not self._lock.acquire(blocking=False):
             return
