@@ -654,6 +654,20 @@ def test_where_no_event_can_be_waited_for(
 
 
 @pytest.mark.usefixtures("no_leak")
+def test_where_threads_may_not_set_their_priority(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: ZeroMQ aborted programs under a seccomp filter that refuses it."""
+    thread = daemon.talk(daemon.hear, daemon.welcome)
+    connection = connect(daemon)
+    monkeypatch.setattr(connections, "may_set_priority", lambda: False)
+    with pytest.raises(DaemonUnavailable, match="may not set their priority"):
+        connection.request(admin.GetStatusRequest())
+    thread.join(PATIENCE_S)
+    connection.close()
+
+
+@pytest.mark.usefixtures("no_leak")
 def test_interrupts_while_descriptors_are_counted() -> None:
     class Interrupt(BaseException):
         pass

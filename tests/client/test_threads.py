@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -80,3 +82,38 @@ def test_an_interrupt_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         can_start(3)
     assert joined == []
+
+
+_FILTERED = """
+import ctypes, struct, sys
+from trims_shim.client.threads import may_set_priority
+
+assert may_set_priority()
+program = b"".join(
+    struct.pack("HBBI", *each)
+    for each in [
+        (0x20, 0, 0, 0),  # load the number of the system call
+        (0x15, 0, 1, int(sys.argv[1])),  # go on if it is this one, else leave the next out
+        (0x06, 0, 0, 0x00050001),  # fail with EPERM
+        (0x06, 0, 0, 0x7FFF0000),  # allow
+    ]
+)
+memory = ctypes.create_string_buffer(program)
+filter = ctypes.create_string_buffer(struct.pack("HP", 4, ctypes.addressof(memory)))
+prctl = ctypes.CDLL(None).prctl
+if prctl(38, 1, 0, 0, 0) or prctl(22, 2, filter, 0, 0):  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
+    sys.exit("no filters here")
+print(may_set_priority())
+"""
+
+
+def test_a_filter_that_refuses_priorities() -> None:
+    """Found: ZeroMQ aborted services with systemd's ``SystemCallFilter=~@resources``."""
+    number = {"x86_64": 144, "aarch64": 119}.get(os.uname().machine)
+    if number is None:
+        pytest.skip("the number of sched_setscheduler is not known here")
+    command = [sys.executable, "-c", _FILTERED, str(number)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if "no filters here" in done.stderr:
+        pytest.skip("the kernel takes no seccomp filter")
+    assert (done.stdout, done.stderr) == ("False\n", "")

@@ -31,7 +31,7 @@ from trims_shim._version import __version__
 from trims_shim.children import installed_constant
 from trims_shim.client.descriptors import OwnDescriptor
 from trims_shim.client.session import Conversation, error_from
-from trims_shim.client.threads import can_start
+from trims_shim.client.threads import can_start, may_set_priority
 from trims_shim.errors import DaemonTimeout, DaemonUnavailable, IncompatibleDaemon, WireError
 from trims_shim.late_imports import ensure_imported
 from trims_shim.specs import HOST_TIER
@@ -646,6 +646,10 @@ def _check_threads() -> None:
     """Raise DaemonUnavailable where ZeroMQ would get no threads and abort the process."""
     if not can_start(_THREADS_NEEDED):
         raise DaemonUnavailable("this process can start too few threads (see `ulimit -u`)")
+    if not may_set_priority():
+        raise DaemonUnavailable(
+            "threads of this process may not set their priority (a seccomp filter?)"
+        )
 
 
 def _check_events() -> None:

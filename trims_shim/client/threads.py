@@ -1,19 +1,24 @@
 """Whether this process can start more threads, asked before a library starts them.
 
 Native libraries end the process, or panic, where the system refuses a thread: under a limit on
-processes (`ulimit -u`, a container's).
+processes (`ulimit -u`, a container's). ZeroMQ also ends it where its threads may not set their
+priority.
 """
 
 from __future__ import annotations
 
 import ctypes
 
-__all__ = ["can_start"]
+__all__ = ["can_start", "may_set_priority"]
 
 _LOCK_BYTES = 256
 """At least sizeof(pthread_rwlock_t) on every system."""
 
+_SCHED_PARAM_BYTES = 64
+"""At least sizeof(struct sched_param) on every system."""
+
 _libc = ctypes.CDLL(None)
+_libc.pthread_self.restype = ctypes.c_ulong
 _locks: list[ctypes.Array[ctypes.c_char]] = []
 """Locks at which threads may wait. One stays if an interrupt comes before they are known to have
 ended: they would write to whatever is at its address next."""
@@ -38,6 +43,20 @@ def can_start(count: int) -> bool:
         _libc.pthread_join(thread, None)
     _locks.remove(lock)
     return is_possible
+
+
+def may_set_priority() -> bool:
+    """Whether a thread may set its policy and priority, here this one to those that it has.
+
+    A seccomp filter may refuse that (systemd's ``SystemCallFilter=~@resources``).
+    """
+    thread = ctypes.c_ulong(_libc.pthread_self())
+    policy = ctypes.c_int()
+    parameters = ctypes.create_string_buffer(_SCHED_PARAM_BYTES)
+    if _libc.pthread_getschedparam(thread, ctypes.byref(policy), parameters) != 0:
+        return False
+    is_allowed: bool = _libc.pthread_setschedparam(thread, policy, parameters) == 0
+    return is_allowed
 
 
 def _start(threads: list[ctypes.c_ulong], work: ctypes.c_void_p, argument: object) -> bool:
