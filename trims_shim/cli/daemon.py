@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ class Stopped:
 
 def serve(_arguments: argparse.Namespace) -> Exit:
     """Serve in the foreground until stopped or idle."""
+    from trims_shim.daemon.logs import log_to
     from trims_shim.daemon.main import run
 
     endpoint = _endpoint()
@@ -50,11 +50,7 @@ def serve(_arguments: argparse.Namespace) -> Exit:
         say(f"trims daemon: {pid} serves {endpoint.directory} already; {advice}")
         return Exit.FAILED
     if not logging.getLogger("trims_shim").hasHandlers():  # TRIMS_LOG has set none up
-        logging.basicConfig(
-            level=logging.INFO,
-            format="%(asctime)s %(process)d %(levelname)s %(message)s",
-            stream=sys.stderr,
-        )
+        log_to(logging.StreamHandler())
     be_called("trims-daemon")
     return Exit(run())
 

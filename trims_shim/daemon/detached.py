@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from trims_shim.children import be_called
 from trims_shim.daemon.background import be_expendable, be_ordinary
+from trims_shim.daemon.logs import log_to
 
 if TYPE_CHECKING:
     from typing import TextIO
@@ -46,11 +47,7 @@ def main(report_descriptor: int) -> None:
     os.umask(0o022)
     _lift_limits()
     be_ordinary()
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(process)d %(levelname)s %(message)s",
-        handlers=[LogHandler()],
-    )
+    log_to(LogHandler())
     try:
         from trims_shim.daemon.main import run
     except ImportError:

@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trims_shim.children import be_called
+from trims_shim.daemon.logs import log_to
 from trims_shim.errors import (
     DriverFailure,
     FileChanged,
@@ -65,9 +66,7 @@ def main(arguments: Sequence[str]) -> None:
     be_called("trims-uploader")
     # A daemon in a terminal finishes its loads after Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(message)s"
-    )
+    log_to(logging.StreamHandler())
     connection = socket.socket(fileno=int(descriptor))
     connection.set_inheritable(False)
     status = 0
