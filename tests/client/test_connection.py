@@ -781,6 +781,36 @@ def test_releases_that_find_no_room_need_no_further_request(
     connection.close()
 
 
+def test_a_lease_with_the_number_of_a_withdrawn_offer_is_given_up(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: of two that send at once, one took the other's message off as its own."""
+    daemon.talk(daemon.hear, daemon.welcome)
+    connection = connect(daemon)
+    assert connection.welcome
+    connection._ticket = connection._asked_under = 7
+
+    def full() -> None:
+        raise BlockingIOError
+
+    # In the middle of the withdrawal a finalizer gives a lease up, and finds no room for that.
+    meanwhile = [lambda: connection.release(7), lambda: None, full]
+    send = handover.send
+
+    def interrupted(place: socket.socket, message: object) -> None:
+        if meanwhile:
+            meanwhile.pop(0)()
+        send(place, message)
+
+    monkeypatch.setattr(handover, "send", interrupted)
+    monkeypatch.setattr(connection, "_send_later", lambda: None)
+    connection.withdraw()
+    connection.release(8)
+    last = [daemon.hear().message for _ in range(4)][-2:]
+    assert list(map(repr, last)) == ["LeaseRelease(lease=7)", "LeaseRelease(lease=8)"]
+    connection.close()
+
+
 @pytest.mark.parametrize("end", ["ours", "the daemon's"])
 def test_what_waits_for_room_ends_with_the_connection(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, end: str

@@ -17,6 +17,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import errno
+import functools
 import itertools
 import os
 import select
@@ -109,7 +110,8 @@ class Connection:
         self._check = check
         self._welcome: messages.Welcome | None = None
         self._numbers = itertools.count(1)
-        self._unsent: deque[messages.LeaseRelease | messages.OfferWithdrawal] = deque()
+        self._unsent: deque[Callable[[], None]] = deque()
+        """What sends each. Not the messages: those of two kinds are equal if their numbers are."""
         self._is_waiting = threading.Lock()
         self._ticket = 0
         self._asked_under: int | None = 0
@@ -298,7 +300,7 @@ class Connection:
     def _post(self, message: messages.LeaseRelease | messages.OfferWithdrawal) -> None:
         if not self._is_ours():
             return
-        self._unsent.append(message)
+        self._unsent.append(functools.partial(handover.send, self._handover, message))
         if not self._send_unsent():
             self._send_later()
 
@@ -461,10 +463,10 @@ class Connection:
         """
         try:
             while True:
-                message = self._unsent[0]
-                handover.send(self._handover, message)
+                send = self._unsent[0]
+                send()
                 with contextlib.suppress(ValueError):
-                    self._unsent.remove(message)
+                    self._unsent.remove(send)
         except IndexError:
             return True
         except BlockingIOError:
