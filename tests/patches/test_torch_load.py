@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from forks import passes_in_child
 from served import grown, outcomes
 
 import trims_shim
@@ -202,4 +203,25 @@ def test_garbage_is_collected_while_a_load_waits_for_the_daemon(
     monkeypatch.setattr(torch_rebuild, "assemble", noting("building", torch_rebuild.assemble))
     assert torch.load(path)["weight"].tolist() == list(range(10))
     assert seen == {"waiting": True, "building": False}
+    assert gc.isenabled()
+
+
+def test_a_fork_leaves_the_collector_to_the_child_while_loads_end_and_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found: the end of one load let the pause of the next, in another thread, be forgotten."""
+    pauses = [torch_rebuild.collector_paused() for _ in range(2)]
+    enable = gc.enable
+
+    def enabled() -> None:
+        enable()
+        monkeypatch.undo()
+        pauses[1].__enter__()
+
+    pauses[0].__enter__()
+    monkeypatch.setattr(gc, "enable", enabled)
+    pauses[0].__exit__(None, None, None)
+    assert not gc.isenabled()
+    assert passes_in_child(gc.isenabled)
+    pauses[1].__exit__(None, None, None)
     assert gc.isenabled()

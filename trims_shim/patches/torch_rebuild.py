@@ -32,28 +32,29 @@ def collector_paused() -> Iterator[None]:
     threads have no collector meanwhile either, so nothing in the block may wait for the daemon. If
     another thread turns the collector off meanwhile, this turns it on again, which is harmless.
     """
-    global _is_collector_paused
     if not gc.isenabled():
         yield
         return
+    ours = object()
     try:
-        _is_collector_paused = True
+        _pausing.add(ours)
         gc.disable()
         yield
     finally:
         gc.enable()
-        _is_collector_paused = False
+        _pausing.discard(ours)
 
 
-_is_collector_paused = False
+_pausing: set[object] = set()
+"""Whoever may have turned the collector off. Not one flag: the end of one pause may come in the
+middle of the next."""
 
 
 def _resume_collector() -> None:
     """Turn the collector on in a forked child, which lacks the thread that would do it."""
-    global _is_collector_paused
-    if _is_collector_paused:
+    if _pausing:
         gc.enable()
-        _is_collector_paused = False
+        _pausing.clear()
 
 
 os.register_at_fork(after_in_child=_resume_collector)
