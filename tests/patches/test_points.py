@@ -7,12 +7,14 @@ import importlib.machinery
 import itertools
 import signal
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import passes_in_child
 
 from trims_shim import patches
 from trims_shim.errors import PatchError
@@ -333,3 +335,29 @@ class TestHolders:
             rebind(library.load, "new", home="fake_library")
         finally:
             del sys.modules["not_a_module"]
+
+
+def test_a_child_can_patch_whatever_its_parent_was_doing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at a fork while another thread patches, for longer than forks wait for it."""
+    monkeypatch.setattr(patches, "_lock", threading.RLock())  # interrupts in tests leave it held
+    begun, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with patches._lock:
+            begun.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert begun.wait(60)
+
+    def switch() -> None:
+        patches.disable()
+        patches.enable(())
+        assert patches.active()
+
+    try:
+        assert passes_in_child(switch)
+    finally:
+        done.set()
+        thread.join()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import importlib
+import os
 import sys
 import threading
 
@@ -81,7 +82,16 @@ overridden: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
 )
 """Set by the context managers: True or False wins over :func:`enable` for this context."""
 
+
+def _forget_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
 _lock = threading.RLock()
+# A fork waits for the thread that holds it, but not for ever, and the child does not have that.
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_lock)
 _is_enabled = False
 _applied: dict[str, list[AppliedPatch]] = {}
 _requested: set[str] = set()
