@@ -112,6 +112,26 @@ def test_gdsf_keeps_what_takes_long_to_load_for_its_size() -> None:
     assert order(policy, images) == "cba"
 
 
+def test_gdsf_weighs_what_was_only_loaded_for_later_as_if_it_was_opened_once() -> None:
+    policy = eviction_policy("gdsf", 1000)
+    slow, quick = candidate("a", opens=0, load_ns=300), candidate("b", opens=0)
+    for image in (slow, quick):
+        policy.used(image)
+    assert order(policy, [slow, quick]) == "ba"
+
+
+def test_gdsf_is_not_set_back_by_what_was_leased_while_others_went() -> None:
+    policy = eviction_policy("gdsf", 1000)
+    leased, gone, before, after = (candidate(each, opens=0) for each in "abcd")
+    use(policy, leased)
+    use(policy, gone, 5)
+    policy.gone(gone)
+    use(policy, before)
+    policy.gone(leased)
+    use(policy, after, 2)
+    assert order(policy, [after, before]) == "cd"
+
+
 def test_lrfu_remembers_the_uses_of_what_has_gone() -> None:
     policy = eviction_policy("lrfu", 1000)
     known, new = candidate("a", opens=0), candidate("b", opens=0)
