@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 from fronts import FakeFront, HostFront
+from harness import open_descriptors
 
 from trims_shim.daemon import clock, descriptors
 from trims_shim.daemon.eviction import FirstInFirstOut
@@ -433,6 +434,20 @@ class TestOpening:
             number = file.request(front, front.client(OWN))
         assert replies(front)[number].error == "DaemonError"
         assert front.counters["refused"] == front.counters["internal_errors"] == 1
+
+    def test_a_bug_in_an_offer_leaves_nothing_open(
+        self, front: HostFront, file: File, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        client = front.client(OWN)
+        file.request(front, client)
+        front.work()
+        before = open_descriptors()
+        front.host.store.open = None  # type: ignore[method-assign, assignment]
+        offer = file.offered(client)
+        with caplog.at_level(logging.CRITICAL, "trims_shim.daemon"):
+            front.openings.offer(client, offer)
+        assert open_descriptors() == before
+        assert front.openings._waiting.count(client.number) == 0
 
     def test_an_equal_image_that_went_meanwhile(self, front: HostFront, file: File) -> None:
         """The load was only hashed, and there is nothing to share any more."""
