@@ -605,6 +605,17 @@ class TestNames:
         assert store.named("/a", user=0) == "abcdef" + "1" * 58
         assert store.named("/a", user=7) == "abcdef" + "0" * 58
 
+    def test_what_another_has_pinned_is_not_ones_own_pin(self) -> None:
+        """A name may mean two images, where its file was replaced."""
+        store = new_store()
+        for digest, inode in ((A, 1), (B, 2)):
+            load(store, opening(inode=inode, name="/a", user=7), loaded(digest))
+        store.pin(A, 8)
+        assert store.named("/a", user=7, may_see_all=False, is_pinned=True) is None
+        assert store.named("/a", user=7, is_pinned=True) == A
+        store.pin(B, 7)
+        assert store.named("/a", user=7, may_see_all=False, is_pinned=True) == B
+
     def test_rows_come_most_recently_used_first(self) -> None:
         store = new_store()
         load(store, opening(inode=1), loaded(A), now=1)
