@@ -45,7 +45,8 @@ from trims_shim.errors import (
     TooManyRequests,
     TrimsError,
 )
-from trims_shim.wire import messages
+from trims_shim.memory.device import DeviceSegment
+from trims_shim.wire import codec, messages
 from trims_shim.wire.handover import Peer
 
 
@@ -449,6 +450,28 @@ class TestOpening:
         assert open_descriptors() == before
         assert front.openings._waiting.count(client.number) == 0
 
+    @pytest.mark.parametrize(("parts", "is_granted"), [(32, True), (33, False)])
+    def test_what_is_granted_at_once_fits_a_packet(
+        self,
+        front: HostFront,
+        file: File,
+        monkeypatch: pytest.MonkeyPatch,
+        parts: int,
+        is_granted: bool,
+    ) -> None:
+        """An image of more parts has to be requested: such an answer may be longer."""
+        client = front.client(OWN)
+        file.request(front, client)
+        front.work()
+        (image,) = front.host.store.images()
+        outline = front.host.loader.segment(image.digest).descriptor
+        sizes, handles = (1 << 40,) * parts, (bytes(64),) * parts
+        segment = DeviceSegment(GPU, "ipc", sizes, (), handles, outline, 7, "0" * 64)
+        monkeypatch.setattr(front.host.loader, "segment", lambda _: segment)
+        reply = file.offer(front, client)
+        assert (reply.opened is not None) == is_granted
+        assert len(codec.encode(reply)) <= messages.HANDOVER_PACKET_LIMIT_BYTES
+
     def test_an_equal_image_that_went_meanwhile(self, front: HostFront, file: File) -> None:
         """The load was only hashed, and there is nothing to share any more."""
         client = front.client(OWN)
@@ -486,13 +509,20 @@ class TestOpening:
         front.tiers.close_session(client.number, 1)
         assert replies(front)[other].error == "NoSpace", "the file is another one"
 
+    @pytest.mark.parametrize(("limit", "for_images"), [(80, 50), (4000, 2936)])
     def test_images_leave_descriptors_for_clients_where_few_are_left(
-        self, front: HostFront, file: File, monkeypatch: pytest.MonkeyPatch
+        self,
+        front: HostFront,
+        file: File,
+        monkeypatch: pytest.MonkeyPatch,
+        limit: int,
+        for_images: int,
     ) -> None:
-        """Of 80, 60 may be open: 10 are for who may still come, and one each for who is there."""
-        monkeypatch.setattr(resource, "getrlimit", lambda _: (80, 80))
+        """Of 80, 60 may be open: 10 (of many, 64) for who may still come, one each for others."""
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
         client = front.client(OWN)
-        for used, error in ((51 - len(front.sessions), "NoSpace"), (50 - len(front.sessions), "")):
+        most = for_images - len(front.sessions)
+        for used, error in ((most + 1, "NoSpace"), (most, "")):
             monkeypatch.setattr(descriptors, "_open_count", lambda used=used: used)
             number = file.request(front, client)
             front.work()
