@@ -317,7 +317,9 @@ def test_legacy_memory_belongs_to_the_uploader(make_device_world: MakeWorld) -> 
         # Its owner dies, and so does the memory: nobody is granted it any more.
         os.kill(uploaders(world)[0], signal.SIGKILL)
         wait_until(lambda: GPU not in tiers(world), "the image is forgotten")
-    assert world.status().devices[0].resident_bytes == 0
+    status = world.status()
+    assert status.devices[0].resident_bytes == 0
+    assert status.counters["images_demoted"] == 1, "only the first could be copied"
     with connected(world) as connection, opened(connection, paths[1]) as again:
         assert again.outcome == "miss"
 
