@@ -543,6 +543,23 @@ class TestOpening:
         assert front.counters["evicted_under_pressure"] == 1
         assert front.counters["images_evicted"] == 1
 
+    @pytest.mark.parametrize(("leaving_bytes", "is_relieved"), [(0, False), (1, True), (10, True)])
+    def test_what_leaves_a_device_relieves_a_shortage(
+        self, front: HostFront, leaving_bytes: int, is_relieved: bool
+    ) -> None:
+        answers: list[bool] = []
+
+        def answer(*, is_relieved: bool) -> None:
+            answers.append(is_relieved)
+
+        shortage = SimpleNamespace(wanted_bytes=10, may_demote=True, answer=answer)
+        loader = SimpleNamespace(
+            take_shortages=lambda: [shortage], leaving_bytes=lambda: leaving_bytes
+        )
+        device: Any = SimpleNamespace(loader=loader, store=front.host.store)
+        front.openings._relieve_shortages(device)
+        assert answers == [is_relieved]
+
     def test_unused_images_go_after_a_while(self, front: HostFront, file: File) -> None:
         client = front.client(OWN)
         file.request(front, client)
