@@ -192,6 +192,16 @@ class TestPackets:
         assert refused.reason == "prepared_off"
         assert (server.counters["requests"], client.session.requests) == (2, 2)
 
+    def test_a_lease_is_given_up_at_every_kind_of_store(
+        self, server: Server, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        released: list[tuple[int, int]] = []
+        for part in (server.tiers, server.prepared):
+            monkeypatch.setattr(part, "release", lambda *found: released.append(found[:2]))
+        client = connect()
+        assert client.say(messages.LeaseRelease(7)) == []
+        assert released == [(client.session.number, 7)] * 2
+
 
 class TestFrames:
     @pytest.fixture
@@ -418,6 +428,46 @@ class TestLife:
             server._turn()
         server.check_jobs(client.session)
         assert messages.Goodbye("done") in client.heard()
+
+    def test_a_job_that_fails_is_answered(self, server: Server, connect: Connect) -> None:
+        client = connect()
+
+        def fail() -> None:
+            raise OSError("it cannot be read" + "." * 1000)
+
+        server.run_later(Request(client.session), server.tiers.host, fail)
+        while server._jobs.total():
+            server._turn()
+        (reply,) = client.heard()
+        assert reply == messages.ErrorReply("ReadFailed", "it cannot be read".ljust(1000, "."))
+
+    def test_one_who_watches_is_answered_a_turn(self, server: Server, connect: Connect) -> None:
+        """It takes long: others are served in between, and nobody is ahead twice."""
+        replies: list[tuple[bytes, str]] = []
+        server.reply = lambda routing, _, message: replies.append(  # type: ignore[method-assign]
+            (routing, getattr(message, "error", ""))
+        )
+        first, second, gone = (connect() for _ in range(3))
+        for client, routing in ((first, b"1"), (gone, b"3"), (second, b"2"), (first, b"again")):
+            server._on_request(Request(client.session, 1, routing), admin.GetStatusRequest())
+        assert replies == [(b"again", "TooManyRequests")]
+        server.end_session(gone.session, "")
+        for answered, routing in ((2, b"1"), (3, b"2")):
+            assert server._timeout() == 0
+            server._turn()
+            assert (len(replies), replies[-1]) == (answered, (routing, ""))
+        assert server._timeout() > 0
+
+    def test_the_log_does_not_fill_with_who_cannot_be_accepted(
+        self, server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        now = time.monotonic()
+        for seconds, warnings in ((0, 1), (59.9, 1), (60, 2), (61, 2)):
+            with monkeypatch.context() as patch:
+                patch.setattr(time, "monotonic", lambda at=now + seconds: at)
+                server._warn_of_accept("full")
+            assert len(caplog.messages) == warnings
+        assert server.counters["refused_clients"] == 4
 
     def test_who_waits_for_a_job_uses_it(
         self, server: Server, connect: Connect, monkeypatch: pytest.MonkeyPatch
