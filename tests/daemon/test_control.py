@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import mmap
 import os
 import selectors
 import stat
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import zmq
+from harness import open_descriptors, wait_until
 
 from trims_shim.daemon import control
 from trims_shim.daemon.control import REQUEST_LIMIT_BYTES, ControlSocket
@@ -82,23 +84,45 @@ def test_a_reply_reaches_the_one_who_asked(world: World) -> None:
     reply = codec.decode_envelope(asking.recv())
     assert (reply.request_id, reply.message.error) == (7, "WireError")
     assert not silent.poll(50)
+    wait_until(lambda: world.control.connection_count() == 2)
 
 
-def test_a_disconnected_peer_gets_the_error_first_and_others_stay(world: World) -> None:
+def test_a_disconnected_peer_gets_the_error_first_and_others_stay(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bad, bad_monitor = world.peer()
     good, good_monitor = world.peer()
+    now_s = 100.0
+    monkeypatch.setattr(control, "time", types.SimpleNamespace(monotonic=lambda: now_s))
     bad.send(b"garbage")
     frames = world.receive()
     assert answer(world, frames)
     world.control.condemn(frames[-1])
     assert bad.poll(PATIENCE_MS), "the error must arrive"
-    assert not bad_monitor.poll(10)
-    time.sleep(0.15)
+    for now_s in (100.0, 100.09):  # noqa: B007
+        world.control.reap()
+        assert not bad_monitor.poll(10)
+    now_s = 100.11
     world.control.reap()
     assert bad_monitor.poll(PATIENCE_MS), "the connection must be closed"
     assert not good_monitor.poll(100)
     good.send(b"still here")
     assert world.receive()[-1].bytes == b"still here"
+
+
+@pytest.mark.usefixtures("no_leak")
+@pytest.mark.parametrize("limit", [0, 64])
+def test_nothing_is_left_of_who_is_condemned(
+    world: World, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    """Whether there are too many of them, or the daemon ends first."""
+    monkeypatch.setattr(control, "_CONDEMNED_LIMIT", limit)
+    bad, _ = world.peer()
+    bad.send(b"garbage")
+    frames = world.receive()
+    before = open_descriptors()
+    world.control.condemn(frames[-1])
+    assert len(open_descriptors() - before) == min(limit, 1)
 
 
 def test_a_turn_ends_however_much_comes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,13 +205,66 @@ def test_memory_that_was_freed_is_given_back_and_is_no_bloat(
     libc.free(pieces[-1])
 
 
+def test_memory_that_is_shared_is_no_bloat(world: World) -> None:
+    before = world.control._statm.private_bytes()
+    with mmap.mmap(-1, 32 << 20) as segment:
+        segment.write(b"x" * len(segment))
+        assert world.control._statm.private_bytes() - before < 16 << 20
+
+
+def test_bloat_is_what_came_since_the_start_or_a_reset(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a reset did not free may be something else, and may be freed later."""
+    held = first = 1000
+    left: int | None = None
+    trims: list[int] = []
+
+    def trim() -> None:
+        nonlocal held
+        trims.append(held)
+        held = held if left is None else left
+
+    def is_bloated(now: int, *, then: int | None = None) -> bool:
+        nonlocal held, left
+        held, left = now, then
+        return world.control.is_bloated()
+
+    sleeps: list[float] = []
+    clock = types.SimpleNamespace(monotonic=itertools.count().__next__, sleep=sleeps.append)
+    monkeypatch.setattr(control, "time", clock)
+    monkeypatch.setattr(control, "_trim_heap", trim)
+    monkeypatch.setattr(world.control._statm, "private_bytes", lambda: held << 20)
+    world.control._first = world.control._baseline = first << 20
+    assert not is_bloated(first + 31)
+    assert trims == []
+    assert not is_bloated(first + 255)
+    assert trims == [first + 255]
+    assert not is_bloated(first + 300, then=first + 255)
+    assert is_bloated(first + 256)
+    world.control.reset()
+    assert len(sleeps) == 1, "until its patience ends"
+    assert not is_bloated(first + 256 + 255)
+    assert is_bloated(first + 256 + 256)
+    assert not is_bloated(first + 256, then=first + 40)
+    assert is_bloated(first + 40 + 256)
+    assert not is_bloated(first + 40, then=first - 100)
+    assert not is_bloated(first + 255)
+    sleeps.clear()
+    world.control.reset()
+    assert sleeps == []
+
+
 def test_a_reset_keeps_the_name_and_its_mode(world: World) -> None:
+    group = 12345 if os.geteuid() == 0 else os.getegid()
+    os.chown(world.path, -1, group)
     os.chmod(world.path, 0o660)
     socket, _ = world.peer(reconnects=True)
     socket.send_multipart([b"one", b"two"])
     world.receive()
     world.control.reset()
-    assert stat.S_IMODE(Path(world.path).stat().st_mode) == 0o660
+    status = Path(world.path).stat()
+    assert (stat.S_IMODE(status.st_mode), status.st_gid) == (0o660, group)
     fresh, _ = world.peer()
     fresh.send(b"hello")
     assert world.receive()[-1].bytes == b"hello"
