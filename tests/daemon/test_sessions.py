@@ -9,11 +9,13 @@ import select
 import socket
 import stat
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from harness import World
 
 from trims_shim.daemon import descriptors
+from trims_shim.daemon import sessions as sessions_module
 from trims_shim.daemon.sessions import Limits, Session, Sessions
 from trims_shim.errors import AccessDenied, MalformedMessage, TooManyRequests
 from trims_shim.wire import handover, messages
@@ -76,8 +78,11 @@ def test_the_token_authenticates(client: Client, sessions: Sessions) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize(
+    ("message", "descriptor"), [(messages.FileOffer(2), 0), (messages.LeaseRelease(2), None)]
+)
 def test_who_inherits_a_connection_and_has_fewer_rights_may_not_use_it(
-    client: Client, sessions: Sessions
+    client: Client, sessions: Sessions, message: Any, descriptor: int | None
 ) -> None:
     handover.watch_senders(client.session.connection)
     sessions.greet(client.session, "", 0)
@@ -86,7 +91,7 @@ def test_who_inherits_a_connection_and_has_fewer_rights_may_not_use_it(
     if child == 0:
         try:
             os.setuid(65534)
-            handover.send(client.connection, messages.FileOffer(2), descriptor=0)
+            handover.send(client.connection, message, descriptor=descriptor)
         finally:
             os._exit(0)
     os.waitpid(child, 0)
@@ -128,6 +133,20 @@ def test_a_user_has_so_many_sessions(client: Client, sessions: Sessions) -> None
     assert len(sessions) == 2
     second.close()
     Client(sessions).close()
+
+
+def test_another_user_has_sessions_of_its_own(
+    client: Client, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = Client(sessions)
+    monkeypatch.setattr(sessions_module, "peer_of", lambda _: handover.Peer(1, 70_001, 70_001))
+    others = Client(sessions)
+    assert len(sessions) == 3
+    for each in sessions:
+        sessions.close(each)
+    assert len(sessions) == 0
+    for each in (second, others):
+        each.connection.close()
 
 
 def test_an_offer_needs_a_greeting(client: Client) -> None:
@@ -221,6 +240,40 @@ def test_a_session_leaves_descriptors_for_the_control_connections_of_all(
         leave(1)
         with theirs, ours:
             sessions.close(sessions.accept(ours, 5))
+
+
+@pytest.mark.parametrize(
+    ("is_own", "used", "is_refused"), [(False, 8, True), (False, 1, False), (True, 8, False)]
+)
+def test_another_user_leaves_a_quarter_of_the_descriptors(
+    client: Client,
+    sessions: Sessions,
+    monkeypatch: pytest.MonkeyPatch,
+    is_own: bool,
+    used: int,
+    is_refused: bool,
+) -> None:
+    """Where few are left, a user has a quarter at most; what others have does not count."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        sessions.add(connection, handover.Peer(1, 70_001, 70_001), 0)
+        sessions.greet(client.session, "", 0)
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (16, 16))
+        monkeypatch.setattr(descriptors, "_open_count", lambda: used)
+        if not is_own:
+            monkeypatch.setattr(os, "geteuid", lambda: client.session.peer.uid + 1)
+        client.offer(1)
+        client.offer(2)
+        if is_refused:
+            with pytest.raises(TooManyRequests, match="has 4 of the daemon's file descriptors"):
+                client.offer(3)
+        else:
+            client.offer(3)
+
+
+def test_there_may_be_more_control_connections_than_sessions(sessions: Sessions) -> None:
+    """That of a session which has just ended is still there."""
+    sessions.control_count = lambda: 1
+    assert sessions.missing_controls() == 0
 
 
 @pytest.mark.parametrize(
