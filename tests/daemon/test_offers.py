@@ -22,6 +22,7 @@ from trims_shim.daemon.offers import (
     is_file,
     status_of,
 )
+from trims_shim.daemon.workers import Workers
 from trims_shim.errors import AccessDenied, ReadFailed
 from trims_shim.memory.memfd import new_memfd
 from trims_shim.specs import Identity
@@ -183,10 +184,26 @@ class TestCloser:
         assert not is_open(opened)
 
     def test_others_by_a_thread(self, opened: int, remote: None) -> None:
+        before = set(threading.enumerate())
         closer = Closer()
         closer.close_all([os.dup(opened), opened])
         wait_until(lambda: not is_open(opened))
         closer.shutdown()
+        wait_until(lambda: set(threading.enumerate()) <= before)
+
+    def test_a_file_whose_server_is_gone_by_a_thread(
+        self, opened: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(descriptor: int) -> FileStatus:
+            raise OSError
+
+        monkeypatch.setattr(offers, "status_of", fail)
+        closing: list[str] = []
+        monkeypatch.setattr(Workers, "submit", lambda *_: closing.append("by a thread"))
+        closer = Closer()
+        closer.close(opened)
+        closer.shutdown()
+        assert closing == ["by a thread"]
 
     def test_what_is_stuck_is_left_to_another_thread(
         self, opened: int, remote: None, monkeypatch: pytest.MonkeyPatch
