@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import tempfile
-import time
 from collections.abc import Iterator
 
 import pytest
 import zmq
 from harness import wait_until
 
+from trims_shim.daemon import connections
 from trims_shim.daemon.connections import Doorkeeper, connection_at
+from trims_shim.wire.handover import Peer
 
 LIMIT = 20
 
@@ -83,11 +85,19 @@ def test_who_comes_beyond_the_limit_is_let_go(world: World) -> None:
 def test_who_goes_makes_room(world: World) -> None:
     for _ in range(3):
         world.connect(LIMIT)
-        wait_until(lambda: len(world.open()) == LIMIT)
+        wait_until(lambda: world.door.count() == LIMIT)
         for connection in world.connections:
             connection.close()
         world.connections.clear()
-        time.sleep(0.1)
+        wait_until(lambda: world.door.count() == 0)
+    wait_until(lambda: not world.door._counts)
+
+
+def test_all_users_together_have_no_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    users = itertools.count(70_000)
+    monkeypatch.setattr(connections, "peer_of", lambda _: Peer(1, next(users), 0))
+    world.connect(3 * LIMIT)
+    wait_until(lambda: len(world.open()) == LIMIT)
 
 
 def test_another_user_leaves_room_for_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
