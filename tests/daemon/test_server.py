@@ -295,6 +295,14 @@ class TestLife:
         assert caplog.messages == []
         assert server.counters["refused_clients"] == 0
 
+    def test_a_request_to_stop_among_clients_that_are_let_in(self, server: Server) -> None:
+        with handover.new_socket() as client:
+            client.connect(server.endpoint.handover)
+            handover.send(client, messages.DrainRequest("9"))
+            server._accept()
+        assert server.is_stopping
+        assert server.counters["refused_clients"] == 0
+
     def test_a_client_that_cannot_be_watched(
         self, server: Server, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -224,7 +224,7 @@ class Server(Daemon):
                 return
             except OSError as error:
                 if self.is_stopping:
-                    return  # A signal came meanwhile, and the listener is closed.
+                    return  # A signal or a packet came meanwhile, and the listener is closed.
                 # Out of descriptors: leave it in the backlog, do not spin on it.
                 self._warn_of_accept(error)
                 time.sleep(0.01)
@@ -243,8 +243,6 @@ class Server(Daemon):
                 continue
             # Its Hello, and the request behind it, may have arrived.
             self._read_session(session, _PACKETS_OF_A_GREETING)
-            if self.is_stopping:
-                return  # That packet asked to stop, and the listener is closed.
 
     def _turn_away(self, connection: socket.socket, error: TooManyRequests) -> None:
         self._warn_of_accept(error)
