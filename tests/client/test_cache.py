@@ -169,6 +169,23 @@ def test_one_that_has_ended_meanwhile_is_not() -> None:
     assert dialled.cache._pool._idle == []
 
 
+def test_idle_connections_are_used_in_turn() -> None:
+    used: list[int] = []
+
+    def nested(depth: int) -> None:
+        if depth:
+            dialled.cache.request(depth - 1)
+
+    dialled = Dialled(nested)
+    dialled.cache.request(2)  # needs three at a time
+    assert len(dialled.lines) == 3
+    for number, line in enumerate(dialled.lines):
+        line.answer = lambda _, number=number: used.append(number)
+    for _ in range(3):
+        dialled.cache.request(0)
+    assert sorted(used) == [0, 1, 2]
+
+
 def test_an_interrupt_while_it_is_looked_at_does_not_end_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -198,7 +198,8 @@ class Pool:
     def _take_idle(self) -> Line | None:
         while True:
             try:
-                connection = self._idle.pop()
+                # In turn: an unread packet, granted to a load that was given up, holds memory.
+                connection = self._idle.pop(0)
             except IndexError:
                 return None
             try:
