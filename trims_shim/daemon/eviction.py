@@ -10,6 +10,7 @@ not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -120,24 +121,23 @@ class LeastRecentlyFrequentlyUsed(EvictionPolicy):
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = max(1, budget_bytes)
         self._turnovers = 0.0
-        self._uses: Recent[Digest, tuple[float, float]] = Recent(_USES_LIMIT)
-        """The sum as it was at a number of turnovers."""
+        self._sums: Recent[Digest, float] = Recent(_USES_LIMIT)
+        """The logarithm of each sum, plus the turnovers when it was that: it does not change as
+        time goes by, and neither does the order of images that nobody uses."""
 
     def rank(self, candidates: Iterable[Candidate]) -> Iterable[Candidate]:
         """Of equals, the least recently used first."""
-        return sorted(candidates, key=lambda image: self._sum(image.digest))
+        sums = self._sums
+        return sorted(candidates, key=lambda image: sums.get(image.digest, -math.inf))
 
     def used(self, image: Candidate) -> None:
         """Count the use."""
-        self._uses.put(image.digest, (self._sum(image.digest) + 1.0, self._turnovers))
+        before = 2.0 ** (self._sums.get(image.digest, -math.inf) - self._turnovers)
+        self._sums.put(image.digest, math.log2(before + 1.0) + self._turnovers)
 
     def gone(self, image: Candidate) -> None:
         """Let all uses age."""
         self._turnovers += image.resident_bytes / self._budget_bytes
-
-    def _sum(self, digest: Digest) -> float:
-        total, turnovers = self._uses.get(digest, (0.0, 0.0))
-        return float(total * 0.5 ** (self._turnovers - turnovers))
 
 
 class Never(EvictionPolicy):
