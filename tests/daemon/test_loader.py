@@ -211,9 +211,30 @@ class TestErrors:
         assert isinstance(error, NoSpace)
         assert str(error) == "/model: nothing left"
 
-    def test_whatever_else(self, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_error_of_the_system(
+        self,
+        harness: Harness,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        def fail(size_bytes: int) -> WritableSegment:
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(harness.memory, "create", fail)
+        assert str(harness.load().error) == "/model: [Errno 5] Input/output error"
+        assert caplog.records == [], "who asked is told"
+
+    def test_a_bug_is_written_down(
+        self,
+        harness: Harness,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
         monkeypatch.setattr(harness.memory, "create", lambda size: None)
         assert isinstance(harness.load().error, ReadFailed)
+        (record,) = caplog.records
+        assert record.getMessage() == "load of /model failed"
+        assert record.exc_info
 
     def test_a_panic(self, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
         """Libraries in Rust raise what is no Exception."""

@@ -9,6 +9,7 @@ queue and the server is woken; the server asks the store, which says adopt or di
 from __future__ import annotations
 
 import abc
+import logging
 import math
 import os
 import queue
@@ -32,6 +33,7 @@ from trims_shim.errors import (
     TrimsError,
 )
 from trims_shim.memory.host import HostMemory, SealedSegment
+from trims_shim.printable import printable
 from trims_shim.specs import Digest, Identity
 from trims_shim.wire.handover import close_all
 
@@ -43,6 +45,8 @@ __all__ = [
     "Loads",
     "Segment",
 ]
+
+_logger = logging.getLogger("trims_shim.daemon")
 
 CONCURRENT_LOADS = 4
 _STUCK_AFTER_S = 5.0
@@ -289,8 +293,11 @@ class Loads(abc.ABC, Generic[_Segment]):
             error = NoSpace(f"{name}: {failure}")
         except TrimsError as refused:
             error = refused
+        except OSError as failure:
+            error = ReadFailed(f"{name}: {failure}")
         # Border: whatever a load dies of, its waiters must be told; a panic is no Exception.
         except BaseException as failure:
+            _logger.exception("load of %s failed", printable(name))
             error = ReadFailed(f"{name}: {type(failure).__name__}: {failure}")
         finally:
             close_all([load.descriptor])  # closing a file may report an error of its server

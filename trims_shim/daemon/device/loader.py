@@ -412,8 +412,11 @@ class DeviceLoader(Loads[DeviceSegment]):
             computed, copy = self._download(segment, to)
         except TrimsError as error:
             return Finished(ingest, None, None, error)
+        except OSError as error:
+            return Finished(ingest, None, None, ReadFailed(f"image {digest[:12]}: {error}"))
         # Border: the reservation at the host tier has to end, whatever happened.
         except Exception as error:
+            _logger.exception("image %s cannot be moved", digest[:12])
             failure = ReadFailed(f"image {digest[:12]}: {type(error).__name__}: {error}")
             return Finished(ingest, None, None, failure)
         if computed != digest:
