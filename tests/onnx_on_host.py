@@ -72,5 +72,5 @@ def prepare(sample: Sample, directory: str | os.PathLike[str], **fields: Any) ->
     sessions = HostSessions(recipe(**fields))
     sessions.save(source, directory, is_packed=True)
     optimising.place(directory)
-    sessions.prepared(directory)
+    sessions.complete(directory)
     return os.path.join(directory, PREPARED_MODEL)

@@ -28,7 +28,6 @@ from trims_shim.formats.onnx_directory import (
     DTYPES,
     ELEMENT_BYTES,
     directory_of,
-    has_directory,
     read_directory,
 )
 from trims_shim.memory import dlpack
@@ -76,15 +75,15 @@ class CudaSessions(Sessions):
         """As of Sessions, never with packed weights."""
         super().save(path, directory, is_packed=False)
 
+    def complete(self, directory: str) -> None:
+        """As of Sessions: find out, and list, what a hit will be given."""
+        listed = self._in_place(directory, self._candidates(directory))
+        _append(os.path.join(directory, PREPARED_WEIGHTS), directory_of(listed))
+
     def prepared(self, directory: str) -> Any:
-        """As of Sessions; the first call finds out, and lists, what a hit will be given."""
-        weights = os.path.join(directory, PREPARED_WEIGHTS)
-        with mapped(weights) as data:
-            is_listed = has_directory(data)
-            listed = read_directory(data) if is_listed else ()
-        if not is_listed:
-            listed = tuple(self._in_place(directory, self._candidates(directory)))
-            _append(weights, directory_of(listed))
+        """As of Sessions, of files that are complete."""
+        with mapped(os.path.join(directory, PREPARED_WEIGHTS)) as data:
+            listed = read_directory(data)
         return self._given(directory, listed)[0]
 
     # --- what is different on an emulated device --------------------------------------------------

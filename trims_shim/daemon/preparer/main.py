@@ -209,6 +209,8 @@ def _attempt(
     optimising.place(directory, source=path)
     placed = _placed(directory)
     try:
+        sessions.complete(directory)
+        placed = _placed(directory)
         note = verifying.verify(
             reference, lambda: sessions.prepared(directory), weights_bytes=placed[1].size_bytes
         )

@@ -111,6 +111,12 @@ class Sessions:
         """
         self._save(path, directory, self._recipe.level, is_packed=is_packed)
 
+    def complete(self, directory: str) -> None:
+        """Add what only a session of the placed files shows. Raises as :meth:`prepared`, OSError.
+
+        What raises has changed no file.
+        """
+
     def check_casts(self, directory: str) -> None:
         """Raise Refusal (``outputs_differ``) if a hit leaves out casts of the prepared model.
 
