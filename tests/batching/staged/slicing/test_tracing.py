@@ -17,6 +17,7 @@ from tests.batching.staged.slicing.networks import Encoder, Recurrent, UNet, joi
 from trims_shim.batching.staged.activations import Shared
 from trims_shim.batching.staged.flow import NotJoinable, join, rows_of
 from trims_shim.batching.staged.model import StagedModel
+from trims_shim.batching.staged.slicing import tracing
 from trims_shim.batching.staged.slicing.examples import Example, are_identical
 from trims_shim.batching.staged.slicing.tracing import TracedModel
 from trims_shim.errors import StagingError
@@ -393,6 +394,13 @@ class TestWhatCrosses:
         with pytest.raises(TypeError, match=r"traced with float32 \[batch, any, 8, 8\] on cpu"):
             stages(torch.rand(2, 9, 8, 7))
 
+    @pytest.fixture(params=["as it is", "as it was"])
+    def _guarding(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With torch's own check of sizes, if it makes one, and as it was before."""
+        if request.param == "as it was":
+            monkeypatch.setattr(tracing, "_makes_guards", lambda: False)
+
+    @pytest.mark.usefixtures("_guarding")
     def test_a_size_with_which_the_model_takes_another_branch(self) -> None:
         def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
             return (x * 2 if x.shape[1] > 8 else x * 3).relu()
@@ -403,6 +411,24 @@ class TestWhatCrosses:
         because = r"varying=\(1,\) and sizes \[2, 12\], and do not hold for \[3, 8\].*slice_blocks"
         with pytest.raises(TypeError, match=because):
             stages(torch.ones(3, 8))
+
+    @pytest.mark.usefixtures("_guarding")
+    def test_a_batch_size_with_which_the_model_takes_another_branch(self) -> None:
+        """Found: with torch 2.6 the outputs were those of the branch that was traced."""
+        with pytest.raises(StagingError, match=r"do not hold for \[3, 3\]"):
+            trace(lambda self, x: (x * 2 if x.shape[0] % 2 == 0 else x * 3).relu())
+
+    @pytest.mark.usefixtures("_guarding")
+    def test_another_branch_with_the_size_of_an_input_after_constants(self) -> None:
+        class Scaled(nn.Module):
+            def forward(self, mask: Any, by: float, x: torch.Tensor) -> torch.Tensor:
+                return (x * 2 if x.shape[1] > 8 else x * by).relu()
+
+        example = {"mask": None, "by": 3.0, "x": torch.rand(2, 12)}
+        stages = StagedModel(TracedModel(Scaled().eval(), example, varying=(1,)).stages([1]))
+        assert stages({**example, "x": torch.ones(3, 9)}).shape == (3, 9)
+        with pytest.raises(TypeError, match="do not hold for"):
+            stages({**example, "x": torch.ones(3, 8)})
 
     def test_a_size_of_one_with_which_the_model_does_something_else(self) -> None:
         """torch.export takes it that sizes which vary are not 1, and guards nothing there."""

@@ -11,6 +11,7 @@ length). A model that is moved to another device has to be traced there.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import reprlib
 import time
@@ -54,11 +55,12 @@ class TracedModel:
         _check_varying(program, varying, self.name)
         module = program.module()
         _check_chance(module, self.name)
+        guards = _without_guards(module)
         leaves = _Leaves(
             self.example,
             program.call_spec.in_spec,
             varying=varying,
-            guards=_without_guards(module),
+            guards=guards if _makes_guards() else _size_guards(program),
         )
         try:
             self._graph = StagedGraph(
@@ -320,6 +322,41 @@ def _without_guards(module: GraphModule) -> Callable[..., object] | None:
         guards: Callable[..., object] = module.get_submodule(node.target)
         return guards
     return None
+
+
+def _makes_guards() -> bool:
+    """Whether this torch puts a check of the inputs' sizes into graphs, if they need one."""
+    import torch.export._unlift as unlift
+
+    return hasattr(unlift, "GuardsFn")
+
+
+def _size_guards(program: Any) -> Callable[..., object]:
+    """The check of the inputs' sizes that torch before 2.9 or so leaves out of a graph.
+
+    It knows what the trace took for granted (9 <= s0), and does not look at it.
+    """
+    import torch
+
+    specs = program.graph_signature.input_specs
+    inputs = [each.arg.name for each in specs if each.kind.name == "USER_INPUT"]
+    values = {each.name: each.meta.get("val") for each in program.graph.nodes}
+    sizes = [
+        (number, axis, size.node)
+        for number, name in enumerate(inputs)
+        if isinstance(value := values[name], torch.Tensor)
+        for axis, size in enumerate[Any](value.shape)
+        if isinstance(size, torch.SymInt)
+    ]
+
+    @functools.lru_cache
+    def check(*found: int) -> None:
+        symbols = {node._expr: size for (*_, node), size in zip(sizes, found, strict=True)}
+        for guard in sizes[0][2].shape_env.guards if sizes else ():
+            if guard.expr.xreplace(symbols) == False:  # noqa: E712 (sympy's own false)
+                raise AssertionError(f"Guard failed: {guard.expr}")
+
+    return lambda *leaves: check(*(leaves[number].shape[axis] for number, axis, _ in sizes))
 
 
 def _check_varying(program: Any, varying: Collection[int], name: str) -> None:
