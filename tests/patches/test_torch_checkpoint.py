@@ -19,7 +19,9 @@ SIDE = 256
 
 pytestmark = pytest.mark.filterwarnings(
     # torch says so of each load and save of a single process
-    "ignore:torch.distributed is disabled, unavailable or uninitialized"
+    "ignore:torch.distributed is .*unavailable or uninitialized",
+    # torch 2.6 uses it itself
+    "ignore:TypedStorage is deprecated",
 )
 
 

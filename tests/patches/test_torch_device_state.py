@@ -35,9 +35,7 @@ LARGE_PARAMETERS = {"first.weight", "second.weight"}
 @pytest.fixture(params=emulation.BOTH_WAYS)
 def devices(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Devices]:
     emulation.let_swap(monkeypatch, request.param)
-    with emulation.emulated(
-        monkeypatch, *emulation.OF_LOADING, *torch_unshare.POINTS[:-1]
-    ) as devices:
+    with emulation.emulated(monkeypatch, *emulation.OF_LOADING, *emulation.OF_UNSHARING) as devices:
         yield devices
     assert not [each for each in emulation.all_events() if each.startswith("elision_error")]
 

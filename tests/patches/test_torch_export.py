@@ -13,14 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.export.pt2_archive._package as package
 from served import grown, is_shared, outcomes
-from torch._export.serde.serialize import deserialize_scalar_type
 
-from trims_shim import patches
-from trims_shim.errors import NoSpace
-from trims_shim.patches import points, torch_export
-from trims_shim.testing import FakeDaemon
+package = pytest.importorskip("torch.export.pt2_archive._package")  # of torch 2.8 and newer
+
+from torch._export.serde.serialize import deserialize_scalar_type  # noqa: E402
+
+from trims_shim import patches  # noqa: E402
+from trims_shim.errors import NoSpace  # noqa: E402
+from trims_shim.patches import points, torch_export  # noqa: E402
+from trims_shim.testing import FakeDaemon  # noqa: E402
 
 BATCH = torch.ones(2, 64)
 

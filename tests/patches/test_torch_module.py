@@ -1011,7 +1011,7 @@ WATCHERS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "compiling": lambda: _replaced("torch.compiler.is_compiling", lambda: True),
     "jit tracing": lambda: _replaced("torch._C._get_tracing_state", lambda: object()),
     "fx tracing": lambda: _replaced(
-        "torch.fx._symbolic_trace.is_fx_symbolic_tracing", lambda: True
+        f"torch.fx._symbolic_trace.{torch_copies._FX_TRACING}", lambda: True
     ),
     "inference mode": torch.inference_mode,
 }

@@ -181,7 +181,7 @@ def distributed_checkpoint(work: Work) -> object:
     def write(path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.save(net().state_dict(), checkpoint_id=path, no_dist=True)
+            dcp.save(net().state_dict(), checkpoint_id=path)
 
     def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
@@ -191,7 +191,7 @@ def distributed_checkpoint(work: Work) -> object:
     target = net(2).state_dict()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(target, checkpoint_id=path, no_dist=True)
+        dcp.load(target, checkpoint_id=path)
     return target
 
 
