@@ -204,6 +204,12 @@ def dying_with_a_child(value: float, marks: str, device: str) -> Function:
     return dying_at(value, marks, 1, device)
 
 
+def dying_with_a_command(value: float, marks: str, device: str) -> Function:
+    """As ``dying_at``, once; its process has started a command that lives until a mark "end"."""
+    os.system(f"until [ -e '{marks}/end' ]; do sleep .1; done &")
+    return dying_at(value, marks, 1, device)
+
+
 def stopping_as_it_answers(device: str) -> Function:
     def stop(connection: Any, content: bytes) -> None:
         os.write(connection.fileno(), struct.pack("!i", len(content)) + content[:3])

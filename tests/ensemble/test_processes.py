@@ -175,8 +175,9 @@ def test_ctrl_c_while_a_worker_starts_is_for_the_program_alone(
 # --- forks ----------------------------------------------------------------------------------------
 
 
-def test_a_dead_worker_is_seen_though_its_child_lives(tmp_path: Path) -> None:
-    load = by(members.dying_with_a_child, 7.0, str(tmp_path))
+@pytest.mark.parametrize("dying", [members.dying_with_a_child, members.dying_with_a_command])
+def test_a_dead_worker_is_seen_though_its_child_lives(tmp_path: Path, dying: Any) -> None:
+    load = by(dying, 7.0, str(tmp_path))
     with ensemble_of(load) as ensemble:
         try:
             assert np.array_equal(ensemble.submit(ROWS).result(PATIENCE_S), ROWS)

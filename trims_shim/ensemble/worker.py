@@ -43,8 +43,11 @@ def main(descriptor: int) -> None:
     # Ctrl-C is for the program, which ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    channel = Channel(socket.socket(fileno=descriptor))
-    # A child that a model forks would keep the program from seeing this process's end.
+    ours = socket.socket(fileno=descriptor)
+    # A child of the model's would keep the program from seeing this process's end: by os.system, or
+    # forked.
+    ours.set_inheritable(False)
+    channel = Channel(ours)
     os.register_at_fork(after_in_child=channel.close)
     try:
         _serve(channel)
