@@ -55,7 +55,7 @@ class _Method:
         self._name = name
 
     def remote(self, *arguments: Any) -> _Reference:
-        if self._name == "answer" and isinstance(arguments[1], Exception):
+        if self._name == "answer" and isinstance(arguments[1], BaseException):
             raise arguments[1]
         if self._name == "answer" and callable(arguments[1]):
             return _Reference(arguments[1](arguments[2]))
@@ -215,6 +215,13 @@ def test_requests_that_cannot_be_sent_make_room_for_others(
     world.driver._events.put(driving._look)
     assert good.result(PATIENCE_S) == 0
     assert all(isinstance(future.exception(PATIENCE_S), OSError) for future in bad)
+
+
+def test_an_item_that_wants_to_exit_as_it_is_pickled_fails_alone(make: Maker) -> None:
+    world = make([])
+    bad = world.ask(SystemExit("not pickled"))
+    assert isinstance(bad.exception(PATIENCE_S), SystemExit)
+    assert world.ask().result(PATIENCE_S) is not None
 
 
 def test_what_only_looks_like_a_lost_device_is_none() -> None:

@@ -206,7 +206,7 @@ class Driver:
         try:
             self._ask(ticket.device, "answer", ticket.load, item, limit_ms, then=then)
         # Border: an item may raise anything when it is pickled.
-        except Exception as error:
+        except BaseException as error:
             self._router.answered(now_ns, ticket, "failed")
             self._close(ticket).set_exception(error)
             self._events.put(_look)  # there is room for another one
