@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -222,6 +223,25 @@ def test_an_item_that_wants_to_exit_as_it_is_pickled_fails_alone(make: Maker) ->
     bad = world.ask(SystemExit("not pickled"))
     assert isinstance(bad.exception(PATIENCE_S), SystemExit)
     assert world.ask().result(PATIENCE_S) is not None
+
+
+@pytest.mark.parametrize("error", [StopIteration(), asyncio.CancelledError(), CancelledError()])
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_who_awaits_is_told_of_errors_that_event_loops_take_for_their_own(
+    make: Maker, error: BaseException, is_sent: bool
+) -> None:
+    pytest.importorskip("ray.exceptions", reason="Ray is not installed")
+    failed: Future[Any] = Future()
+    failed.set_exception(error)
+    service = make([]).service([])
+    item = (lambda limit_ms: failed) if is_sent else error
+
+    async def ask() -> Any:
+        return await asyncio.wait_for(service.aio("cats", item), PATIENCE_S)
+
+    with pytest.raises(RuntimeError, match=type(error).__name__) as caught:
+        asyncio.run(ask())
+    assert caught.value.__cause__ is error
 
 
 def test_what_only_looks_like_a_lost_device_is_none() -> None:

@@ -7,6 +7,7 @@ nothing here needs a lock but the list of open requests.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import queue
@@ -14,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -208,7 +209,7 @@ class Driver:
         # Border: an item may raise anything when it is pickled.
         except BaseException as error:
             self._router.answered(now_ns, ticket, "failed")
-            self._close(ticket).set_exception(error)
+            self._close(ticket).set_exception(_tellable(error))
             self._events.put(_look)  # there is room for another one
 
     def _answered(self, ticket: Ticket, load: int, done: Future[Any], now_ns: int) -> None:
@@ -228,7 +229,7 @@ class Driver:
             cause = _cause(error)
             is_dropped = isinstance(cause, RequestDropped)
             self._router.answered(now_ns, ticket, "dropped" if is_dropped else "failed")
-            self._close(ticket).set_exception(cause)
+            self._close(ticket).set_exception(_tellable(cause))
 
     def _close(self, ticket: Ticket) -> Future[Any]:
         with self._lock:
@@ -346,6 +347,16 @@ def _cause(error: BaseException) -> BaseException:
     # Frozen dataclasses, for example, refuse the usual way.
     object.__setattr__(cause, "__cause__", RayError(str(error)))
     return cause
+
+
+def _tellable(error: BaseException) -> BaseException:
+    """The error, for futures that may be awaited: those of event loops refuse StopIteration, and
+    with CancelledError who waits would seem cancelled."""
+    if not isinstance(error, StopIteration | asyncio.CancelledError | CancelledError):
+        return error
+    told = RuntimeError(f"a request raised {error!r}")
+    told.__cause__ = error
+    return told
 
 
 def _answers(asked: Mapping[int, Any]) -> dict[int, frozenset[str]]:
