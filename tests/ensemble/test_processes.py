@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -255,6 +256,37 @@ def test_closing_does_not_wait_for_a_worker_that_does_not_go_on(
     with pytest.raises(EnsembleError, match="closed"):
         future.result(0)
     assert ensemble.stats().restarts == 0
+
+
+def test_closing_does_not_wait_for_a_worker_that_takes_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where each of many arrays lies is more than its socket has room for."""
+    monkeypatch.setattr(system, "_PATIENCE_S", 0.1)
+    ensemble = ensemble_of(by(members.times, 1.0))
+    (worker,) = ensemble.stats().workers
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGSTOP)
+    samples = [[ROWS.copy() for _ in range(5000)] for _ in range(8)]
+    asking = threading.Thread(target=ensemble.submit, args=(samples,), daemon=True)
+    asking.start()
+    wait_until(lambda: is_held(ensemble._system._lock))
+    closing = threading.Thread(target=ensemble.close, kwargs={"wait": False}, daemon=True)
+    try:
+        closing.start()
+        closing.join(PATIENCE_S)
+        assert not closing.is_alive()
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # as it should
+            os.kill(worker.pid, signal.SIGCONT)
+
+
+def is_held(lock: Any) -> bool:
+    """For longer than it takes to send what there is room for."""
+    is_free = lock.acquire(timeout=1.0)
+    if is_free:
+        lock.release()
+    return not is_free
 
 
 def state_of(pid: int | None) -> str:

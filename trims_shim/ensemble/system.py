@@ -217,6 +217,11 @@ class System:
         is_own_thread = threading.current_thread() is self._thread
         if wait and is_own_thread:
             raise _own_thread("closed")
+        if not wait:
+            if self._lock.acquire(timeout=_PATIENCE_S):
+                self._lock.release()
+            else:  # Who has it sends to a worker that does not go on, for example.
+                self._crew.kill()
         with self._lock:
             if self._error is None:
                 self._error = EnsembleError("the ensemble is closed; make another one")
