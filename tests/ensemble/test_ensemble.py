@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any, cast
 
@@ -345,17 +345,21 @@ def test_rules_have_to_return_a_row_for_each_sample(combine: Any, message: str) 
         ensemble.predict(ROWS)
 
 
-def test_a_rule_that_raises_stop_iteration_ends_the_wait_of_event_loops() -> None:
-    """Their futures refuse it."""
+@pytest.mark.parametrize("error", [StopIteration(), asyncio.CancelledError(), CancelledError()])
+def test_rules_may_raise_what_event_loops_take_for_their_own(error: BaseException) -> None:
+    """Their futures refuse the first, and seem cancelled with the others."""
 
     def combine(outputs: Any) -> Any:
-        raise StopIteration
+        raise error
 
     async def ask() -> Any:
         return await asyncio.wait_for(ensemble.aio(ROWS[:4]), PATIENCE_S)
 
     ensemble = ensemble_of(by(members.times, 1.0), combine=combine)
-    with ensemble, pytest.raises(RuntimeError, match=r"`combine` raised StopIteration\(\)"):
+    with (
+        ensemble,
+        pytest.raises(RuntimeError, match=rf"`combine` raised {type(error).__name__}\(\)"),
+    ):
         asyncio.run(ask())
 
 

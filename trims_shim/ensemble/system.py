@@ -14,12 +14,13 @@ Source: Pochelu et al. (2022), section 2.1.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -337,8 +338,9 @@ class System:
     def _combined(self, outputs: Mapping[str, Any]) -> Any:
         try:
             return self._combine(outputs)
-        except StopIteration as error:
-            # The future of an event loop refuses it: who awaits that would wait for ever.
+        except (StopIteration, asyncio.CancelledError, CancelledError) as error:
+            # The future of an event loop refuses the first: who awaits that would wait for ever.
+            # With the others, who awaits would seem cancelled.
             raise RuntimeError(f"`combine` raised {error!r}") from error
 
     def _finish(self, call: _Call) -> None:
