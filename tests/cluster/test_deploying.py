@@ -14,7 +14,7 @@ import pytest
 from tests.cluster.making import LARGE, OTHER, SMALL
 from trims_shim.batching.protocol import NEVER_NS
 from trims_shim.cluster import deploy
-from trims_shim.cluster.deploying import _usual_options, _wait_until_loaded, _with_objectives
+from trims_shim.cluster.deploying import _kill, _usual_options, _wait_until_loaded, _with_objectives
 from trims_shim.errors import ClusterError, FormatError, PlanningError
 from trims_shim.planner import Problem
 
@@ -107,6 +107,13 @@ def test_a_loader_that_takes_too_long_is_named_as_the_cause() -> None:
     driver = SimpleNamespace(started=Future())
     with pytest.raises(ClusterError, match=r"in 0\.01 s, not all variants have loaded"):
         _wait_until_loaded(driver, 0.01)  # type: ignore[arg-type]
+
+
+def test_actors_of_a_ray_before_this_one_are_gone() -> None:
+    def kill(actor: object) -> None:
+        raise ValueError("ActorHandle objects are not valid across Ray sessions")
+
+    _kill(SimpleNamespace(is_initialized=lambda: True, kill=kill), object())
 
 
 def test_ray_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,8 @@ def _wait_until_loaded(driver: Driver, timeout_s: float) -> None:
 
 def _kill(ray: Any, actor: Any) -> None:
     if ray.is_initialized():  # else it is gone, and ray.kill would start another Ray
-        ray.kill(actor)
+        with contextlib.suppress(ValueError):  # it was of another Ray, which is gone, too
+            ray.kill(actor)
 
 
 def _ray() -> Any:
