@@ -225,6 +225,24 @@ def test_an_item_that_wants_to_exit_as_it_is_pickled_fails_alone(make: Maker) ->
     assert world.ask().result(PATIENCE_S) is not None
 
 
+def test_a_callback_that_wants_to_exit_is_no_other_requests_end(make: Maker) -> None:
+    def leave(future: Future[Any]) -> None:
+        raise SystemExit
+
+    world = make([])
+    answer: Future[Any] = Future()
+    first, second = world.ask(lambda limit_ms: answer), world.ask(never)
+    for future in (first, second):
+        future.add_done_callback(leave)
+    answer.set_result((7,))
+    assert first.result(PATIENCE_S) == 7
+    assert world.ask().result(PATIENCE_S) is not None
+    third = world.ask(never)
+    world.driver.stop(0)
+    for future in (second, third):
+        assert isinstance(future.exception(PATIENCE_S), BatcherClosed)
+
+
 @pytest.mark.parametrize("error", [StopIteration(), asyncio.CancelledError(), CancelledError()])
 @pytest.mark.parametrize("is_sent", [True, False])
 def test_who_awaits_is_told_of_errors_that_event_loops_take_for_their_own(

@@ -172,7 +172,7 @@ class Driver:
         with self._lock:
             left, self._open = self._open or set(), None
         for ticket in left:
-            ticket.payload[1].set_exception(error)
+            _tell(ticket.payload[1].set_exception, error)
         if not self.started.done():
             self.started.set_exception(error)
 
@@ -195,7 +195,7 @@ class Driver:
             if isinstance(action, Send):
                 self._send(now_ns, action.ticket)
             else:
-                self._close(action.ticket).set_exception(action.error)
+                _tell(self._close(action.ticket).set_exception, action.error)
 
     def _send(self, now_ns: int, ticket: Ticket) -> None:
         is_limited = ticket.deadline_ns != NEVER_NS
@@ -209,7 +209,7 @@ class Driver:
         # Border: an item may raise anything when it is pickled.
         except BaseException as error:
             self._router.answered(now_ns, ticket, "failed")
-            self._close(ticket).set_exception(_tellable(error))
+            _tell(self._close(ticket).set_exception, _tellable(error))
             self._events.put(_look)  # there is room for another one
 
     def _answered(self, ticket: Ticket, load: int, done: Future[Any], now_ns: int) -> None:
@@ -217,7 +217,7 @@ class Driver:
         assert device is not None
         if error is None and (answer := done.result()):
             self._router.answered(now_ns, ticket, "answered")
-            self._close(ticket).set_result(answer[0])
+            _tell(self._close(ticket).set_result, answer[0])
         elif error is None:
             # If it was not told to change, its process is a new one.
             self._fleet.lost(device, load, now_ns)
@@ -229,7 +229,7 @@ class Driver:
             cause = _cause(error)
             is_dropped = isinstance(cause, RequestDropped)
             self._router.answered(now_ns, ticket, "dropped" if is_dropped else "failed")
-            self._close(ticket).set_exception(_tellable(cause))
+            _tell(self._close(ticket).set_exception, _tellable(cause))
 
     def _close(self, ticket: Ticket) -> Future[Any]:
         with self._lock:
@@ -347,6 +347,14 @@ def _cause(error: BaseException) -> BaseException:
     # Frozen dataclasses, for example, refuse the usual way.
     object.__setattr__(cause, "__cause__", RayError(str(error)))
     return cause
+
+
+def _tell(tell: Callable[[Any], None], outcome: Any) -> None:
+    """Set a future's outcome, past callbacks that want to exit: the thread is everybody's."""
+    try:
+        tell(outcome)
+    except BaseException:
+        _logger.exception("a callback of a future failed")
 
 
 def _tellable(error: BaseException) -> BaseException:
