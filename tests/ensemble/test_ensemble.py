@@ -639,6 +639,27 @@ def test_a_callback_that_calls_the_ensemble_is_told_so() -> None:
         assert np.array_equal(ensemble.predict(ROWS), ROWS * 2)
 
 
+def test_a_callback_that_wants_to_exit_is_no_other_calls_end(tmp_path: Path) -> None:
+    def leave(future: Future[Any]) -> None:
+        raise SystemExit
+
+    go = tmp_path / "go"
+    ensemble = ensemble_of(by(members.waiting_for, str(go)), segment_size=8)
+    first, second = ensemble.submit(ROWS[:8]), ensemble.submit(ROWS[:8])
+    first.add_done_callback(leave)
+    go.touch()
+    assert np.array_equal(first.result(PATIENCE_S), ROWS[:8])
+    assert np.array_equal(second.result(PATIENCE_S), ROWS[:8])
+    go.unlink()
+    left = [ensemble.submit(ROWS[:8]) for _ in range(2)]
+    for future in left:
+        future.add_done_callback(leave)
+    (worker,) = ensemble.stats().workers
+    ensemble.close(wait=False)
+    assert all(isinstance(future.exception(0), EnsembleError) for future in left)
+    assert not is_running(worker.pid)
+
+
 def test_whoever_waits_for_a_failed_call_may_use_another_thread_that_calls() -> None:
     with ensemble_of(by(members.raising_at, 7.0)) as ensemble:
         found: list[Any] = []

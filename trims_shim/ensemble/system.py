@@ -19,7 +19,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,6 +70,14 @@ class _Segment:
     """Rows that each member has not answered."""
     parts: list[list[tuple[int, Any]]]
     """By member: the first row and the result of each batch."""
+
+
+def _tell(tell: Callable[[Any], None], outcome: Any) -> None:
+    """Set a future's outcome, past callbacks that want to exit: the thread is everybody's."""
+    try:
+        tell(outcome)
+    except BaseException:
+        _logger.exception("a callback of a future failed")
 
 
 def _own_thread(what: str) -> EnsembleError:
@@ -313,7 +321,7 @@ class System:
         while self._failures:
             call, error = self._failures.pop(0)
             if not call.future.done():
-                call.future.set_exception(error)
+                _tell(call.future.set_exception, error)
 
     def _combine_segment(self, segment: _Segment) -> None:
         """Without the lock: a rule of the user's may do anything."""
@@ -331,7 +339,7 @@ class System:
             call.results[segment.position] = result
         except BaseException as error:
             if not call.future.done():
-                call.future.set_exception(error)
+                _tell(call.future.set_exception, error)
             return
         self._finish(call)
 
@@ -352,9 +360,9 @@ class System:
             try:
                 result = joined([call.results[position] for position in sorted(call.results)])
             except BaseException as error:
-                call.future.set_exception(error)
+                _tell(call.future.set_exception, error)
             else:
-                call.future.set_result(result)
+                _tell(call.future.set_result, result)
 
     # --- the thread -------------------------------------------------------------------------------
 
