@@ -24,6 +24,7 @@ LAYERS = (
         "directories",
         "memory.limits",
         "naming",
+        "outcomes",
         "printable",
         "replacing",
         "stack",

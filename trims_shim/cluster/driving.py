@@ -7,7 +7,6 @@ nothing here needs a lock but the list of open requests.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import queue
@@ -15,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from trims_shim.batching.protocol import NEVER_NS
 from trims_shim.cluster.fleet import Device, Fleet
 from trims_shim.cluster.routing import Action, Router, Send, Ticket
 from trims_shim.errors import BatcherClosed, ClusterError, RequestDropped, TrimsError
+from trims_shim.outcomes import awaitable, tell
 from trims_shim.planner import Option, Placement, Problem
 from trims_shim.planner.replanning import Replanner
 
@@ -172,7 +172,7 @@ class Driver:
         with self._lock:
             left, self._open = self._open or set(), None
         for ticket in left:
-            _tell(ticket.payload[1].set_exception, error)
+            tell(ticket.payload[1].set_exception, error)
         if not self.started.done():
             self.started.set_exception(error)
 
@@ -195,7 +195,7 @@ class Driver:
             if isinstance(action, Send):
                 self._send(now_ns, action.ticket)
             else:
-                _tell(self._close(action.ticket).set_exception, action.error)
+                tell(self._close(action.ticket).set_exception, action.error)
 
     def _send(self, now_ns: int, ticket: Ticket) -> None:
         is_limited = ticket.deadline_ns != NEVER_NS
@@ -209,7 +209,7 @@ class Driver:
         # Border: an item may raise anything when it is pickled.
         except BaseException as error:
             self._router.answered(now_ns, ticket, "failed")
-            _tell(self._close(ticket).set_exception, _tellable(error))
+            tell(self._close(ticket).set_exception, awaitable(error, "a request"))
             self._events.put(_look)  # there is room for another one
 
     def _answered(self, ticket: Ticket, load: int, done: Future[Any], now_ns: int) -> None:
@@ -217,7 +217,7 @@ class Driver:
         assert device is not None
         if error is None and (answer := done.result()):
             self._router.answered(now_ns, ticket, "answered")
-            _tell(self._close(ticket).set_result, answer[0])
+            tell(self._close(ticket).set_result, answer[0])
         elif error is None:
             # If it was not told to change, its process is a new one.
             self._fleet.lost(device, load, now_ns)
@@ -229,7 +229,7 @@ class Driver:
             cause = _cause(error)
             is_dropped = isinstance(cause, RequestDropped)
             self._router.answered(now_ns, ticket, "dropped" if is_dropped else "failed")
-            _tell(self._close(ticket).set_exception, _tellable(cause))
+            tell(self._close(ticket).set_exception, awaitable(cause, "a request"))
 
     def _close(self, ticket: Ticket) -> Future[Any]:
         with self._lock:
@@ -347,24 +347,6 @@ def _cause(error: BaseException) -> BaseException:
     # Frozen dataclasses, for example, refuse the usual way.
     object.__setattr__(cause, "__cause__", RayError(str(error)))
     return cause
-
-
-def _tell(tell: Callable[[Any], None], outcome: Any) -> None:
-    """Set a future's outcome, past callbacks that want to exit: the thread is everybody's."""
-    try:
-        tell(outcome)
-    except BaseException:
-        _logger.exception("a callback of a future failed")
-
-
-def _tellable(error: BaseException) -> BaseException:
-    """The error, for futures that may be awaited: those of event loops refuse StopIteration, and
-    with CancelledError who waits would seem cancelled."""
-    if not isinstance(error, StopIteration | asyncio.CancelledError | CancelledError):
-        return error
-    told = RuntimeError(f"a request raised {error!r}")
-    told.__cause__ = error
-    return told
 
 
 def _answers(asked: Mapping[int, Any]) -> dict[int, frozenset[str]]:

@@ -14,13 +14,12 @@ Source: Pochelu et al. (2022), section 2.1.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +32,7 @@ from trims_shim.ensemble.dispatch import Dispatch, Job
 from trims_shim.ensemble.hosting import set_up
 from trims_shim.ensemble.payloads import count_of, dumped, joined, loaded, rows_of
 from trims_shim.errors import EnsembleError, MemberFailed
+from trims_shim.outcomes import awaitable, tell
 
 __all__ = ["System", "WorkerTraceback"]
 
@@ -70,14 +70,6 @@ class _Segment:
     """Rows that each member has not answered."""
     parts: list[list[tuple[int, Any]]]
     """By member: the first row and the result of each batch."""
-
-
-def _tell(tell: Callable[[Any], None], outcome: Any) -> None:
-    """Set a future's outcome, past callbacks that want to exit: the thread is everybody's."""
-    try:
-        tell(outcome)
-    except BaseException:
-        _logger.exception("a callback of a future failed")
 
 
 def _own_thread(what: str) -> EnsembleError:
@@ -321,7 +313,7 @@ class System:
         while self._failures:
             call, error = self._failures.pop(0)
             if not call.future.done():
-                _tell(call.future.set_exception, error)
+                tell(call.future.set_exception, error)
 
     def _combine_segment(self, segment: _Segment) -> None:
         """Without the lock: a rule of the user's may do anything."""
@@ -331,7 +323,7 @@ class System:
                 name: joined([result for _, result in sorted(parts, key=lambda part: part[0])])
                 for name, parts in zip(self.names, segment.parts, strict=True)
             }
-            result = self._combined(outputs)
+            result = self._combine(outputs)
             if (found := count_of(result)) != segment.rows:
                 raise ValueError(
                     f"`combine` returned {found} rows for the outputs of {segment.rows} samples"
@@ -339,17 +331,9 @@ class System:
             call.results[segment.position] = result
         except BaseException as error:
             if not call.future.done():
-                _tell(call.future.set_exception, error)
+                tell(call.future.set_exception, awaitable(error, "`combine`"))
             return
         self._finish(call)
-
-    def _combined(self, outputs: Mapping[str, Any]) -> Any:
-        try:
-            return self._combine(outputs)
-        except (StopIteration, asyncio.CancelledError, CancelledError) as error:
-            # The future of an event loop refuses the first: who awaits that would wait for ever.
-            # With the others, who awaits would seem cancelled.
-            raise RuntimeError(f"`combine` raised {error!r}") from error
 
     def _finish(self, call: _Call) -> None:
         with self._lock:
@@ -360,9 +344,9 @@ class System:
             try:
                 result = joined([call.results[position] for position in sorted(call.results)])
             except BaseException as error:
-                _tell(call.future.set_exception, error)
+                tell(call.future.set_exception, error)
             else:
-                _tell(call.future.set_result, result)
+                tell(call.future.set_result, result)
 
     # --- the thread -------------------------------------------------------------------------------
 
