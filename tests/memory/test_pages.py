@@ -203,6 +203,20 @@ def test_without_the_ioctl_the_entries_are_read(
     assert not is_pristine(arena.address, SIZE_BYTES)
 
 
+def test_the_request_is_that_of_the_kernels_header() -> None:
+    """With a wrong one all would go well, but slowly: by the entries."""
+    assert pages._SCAN_REQUEST == 0xC0606610
+
+
+def test_a_scan_that_ends_early_has_not_seen_all(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with PageScanner() as scanner:
+        monkeypatch.setattr(scanner, "_has_ioctl", True)
+        monkeypatch.setattr(pages.fcntl, "ioctl", lambda *_: 0)
+        assert not scanner.is_pristine(arena.address, SIZE_BYTES)
+
+
 @pytest.mark.parametrize(
     ("bits", "pristine"),
     [
@@ -245,8 +259,11 @@ def test_an_interrupt_before_there_is_a_descriptor(monkeypatch: pytest.MonkeyPat
     assert ignored == []
 
 
-def test_no_descriptor_is_left_open(arena: Arena) -> None:
+@pytest.mark.parametrize("choose", [lambda _: None, _by_entries], ids=["any", "entries"])
+def test_no_descriptor_is_left_open(arena: Arena, choose: Callable[[PageScanner], None]) -> None:
     before = open_descriptors()
     for _ in range(3):
-        is_pristine(arena.address, SIZE_BYTES)
+        with PageScanner() as scanner:
+            choose(scanner)
+            scanner.is_pristine(arena.address, SIZE_BYTES)
     assert open_descriptors() <= before
