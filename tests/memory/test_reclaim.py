@@ -56,9 +56,12 @@ def test_only_whole_pages_inside_are_discarded() -> None:
     assert zeros == list(range(2 * PAGE_BYTES, 4 * PAGE_BYTES))
 
 
+@pytest.mark.parametrize("forks", [False, True], ids=["no fork", "after a fork"])
 def test_memory_stays_readable_for_a_while_when_other_threads_run(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, forks: bool
 ) -> None:
+    if forks:
+        assert passes_in_child(lambda: True)
     monkeypatch.setattr(reclaim, "GRACE_S", 0.2)
     owner = Owner()
     stop = threading.Event()
