@@ -51,6 +51,7 @@ def forget() -> None:
     for descriptor in copies._held.values():
         descriptor.close()
     copies._held.clear()
+    copies._asked.clear()
 
 
 def names_in(directory: Path) -> list[str]:

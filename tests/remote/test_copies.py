@@ -314,6 +314,7 @@ def test_a_process_that_takes_ever_new_urls_keeps_its_descriptors(
     for number in (0, 1, 2, 0, 3):
         assert copies.use(f"k{number}-1")
     assert len(module._held) == 3
+    assert module._asked.keys() == module._held.keys()
     assert [copies.evict(f"k{number}-1") for number in range(4)] == [False, True, False, False]
 
 
@@ -712,6 +713,18 @@ def test_a_download_that_goes_while_it_is_claimed_is_none(
     assert copies.claim("k-1") is None
 
 
+@pytest.mark.parametrize("is_back", [False, True], ids=["gone", "back again"])
+def test_a_download_that_goes_before_it_is_opened_is_none(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch, is_back: bool
+) -> None:
+    def opened(path: str) -> None:
+        if not is_back:
+            os.rmdir(path)
+
+    monkeypatch.setattr(module, "_opened", opened)
+    assert copies.claim("k-1") is None
+
+
 def test_a_copy_that_came_after_another_went_is_not_evicted(
     copies: Copies, home: Path, before_lock: Callable[..., None]
 ) -> None:
@@ -762,6 +775,7 @@ def test_a_copy_that_goes_while_it_is_counted(
             yield each
 
     monkeypatch.setattr(os, "walk", going)
+    monkeypatch.setattr(os, "listdir", lambda _: ["k-0", "k-1", "k-2"])  # k-0 has just gone
     assert {each.name: each.size_bytes for each in copies.copies()} == {"k-1": 100, "k-2": 0}
 
 
