@@ -74,9 +74,12 @@ class TestChoice:
         user = f"trims-{os.geteuid()}"
         monkeypatch.setattr(os.path, "isdir", lambda path: path in ("/tmp", str(short_path)))
         file = short_path / "file"
-        file.touch()
+        file.touch(0o700)
+        monkeypatch.chdir(short_path)
         for temp_dir, expected in (
             (short_path, short_path / user),
+            ("", f"/tmp/{user}"),
+            (".", short_path / user),
             ("/gone", f"/tmp/{user}"),
             (file, f"/tmp/{user}"),
         ):
@@ -184,6 +187,10 @@ class TestOwner:
     def test_missing(self, absent: Endpoint) -> None:
         with pytest.raises(DaemonUnavailable, match=r"no daemon has run; .*so does a load"):
             absent.check_owner()
+
+    def test_without_a_socket_nobody_owns_it(self, absent: Endpoint) -> None:
+        assert absent.owner() is None
+        assert absent.stamp() is None
 
     def test_missing_where_none_can_be_started(
         self, absent: Endpoint, monkeypatch: pytest.MonkeyPatch
