@@ -804,6 +804,8 @@ class TestAll:
             find("a" * 8)
         with pytest.raises(UnknownImage, match="of a digest, 6 digits or more"):
             find("a" * 5)
+        with pytest.raises(UnknownImage, match="'000000'; "):
+            find("0" * 6)
         with pytest.raises(UnknownImage):
             find("/b", may_see_all=False)
         with pytest.raises(UnknownImage):
@@ -814,6 +816,15 @@ class TestAll:
         assert [tier.name for tier in tiers.holding(A)] == ["host", GPU]
         assert tiers.holding(A, tier=GPU) == [machine.device]
         assert tiers.holding("0" * 64) == []
+
+    def test_find_pinned_ones_first_only_where_that_is_asked(self, machine: _Machine) -> None:
+        tiers = machine.tiers
+        for digest in (A, B):
+            machine.put(machine.device, digest, "/a")
+        machine.device.store.pin(A, 1)
+        for prefers_pinned, expected in ((False, B), (True, A)):
+            found = tiers.find("/a", user=1, may_see_all=False, prefers_pinned=prefers_pinned)
+            assert found == expected
 
     def test_status(self, machine: _Machine) -> None:
         machine.put(machine.device, A, "/a")
