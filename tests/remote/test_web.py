@@ -283,11 +283,11 @@ def test_an_answer_without_the_file_is_none(web: WebServer) -> None:
 
 
 def test_what_servers_refuse(web: WebServer) -> None:
-    with pytest.raises(FileNotFoundError, match="404 Not Found") as missing:
+    with pytest.raises(FileNotFoundError, match="404 Not Found: '") as missing:
         looked(web.url("missing.pt?signature=secret"))
     assert missing.value.errno == errno.ENOENT
     assert missing.value.filename == web.url("missing.pt")
-    with pytest.raises(PermissionError, match="403 Forbidden") as refused:
+    with pytest.raises(PermissionError, match="403 Forbidden: '") as refused:
         looked(web.put("private", status=403))
     assert refused.value.errno == errno.EACCES
     with pytest.raises(FileNotFoundError, match="410 Gone"):
