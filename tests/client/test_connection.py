@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -824,6 +825,27 @@ def test_what_waits_for_room_ends_with_the_connection(
     else:
         daemon.peer.close()
     wait_until(lambda: not connection._is_waiting.locked(), "nothing waits any more")
+    connection.close()
+
+
+def test_a_release_between_the_last_look_of_the_thread_and_its_end_gets_another(
+    daemon: Daemon,
+) -> None:
+    daemon.talk(daemon.hear, daemon.welcome)
+    connection = connect(daemon)
+    assert connection.welcome
+    lock, sent = connection._is_waiting, threading.Event()
+
+    def release() -> None:
+        if not sent.is_set():
+            connection._unsent.append(sent.set)
+        lock.release()
+
+    between: Any = SimpleNamespace(acquire=lock.acquire, release=release)
+    connection._is_waiting = between
+    connection._send_later()
+    assert sent.wait(PATIENCE_S)
+    wait_until(lambda: not lock.locked(), "nothing waits any more")
     connection.close()
 
 
