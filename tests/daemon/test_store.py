@@ -583,8 +583,9 @@ class TestNames:
             *(f"/b{number}" for number in range(84, 100)),
         ]
 
+    @pytest.mark.parametrize("many", [6, 8], ids=["a lower one", "a higher one"])
     def test_names_that_one_user_has_for_many_images_leave_those_of_others(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, monkeypatch: pytest.MonkeyPatch, many: int
     ) -> None:
         """Found: with sixteen for each of 512 images, a user took all of the table."""
         monkeypatch.setattr(stores, "_NAMES_LIMIT", 4)
@@ -592,7 +593,7 @@ class TestNames:
         load(store, opening(inode=1, name="/a", user=7), loaded(A))
         store.open(opening(inode=1, name="/again", user=7), 3)
         for inode in range(2, 8):
-            load(store, opening(inode=inode, name=f"/{inode}", user=8), loaded(f"{inode:064x}"))
+            load(store, opening(inode=inode, name=f"/{inode}", user=many), loaded(f"{inode:064x}"))
         assert store.named("/a", user=7, may_see_all=False) == A
         kept = [path for row in store.images() for _, path in row.names]
         assert kept == ["/7", "/6", "/a", "/again"]
