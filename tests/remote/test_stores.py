@@ -222,6 +222,7 @@ def test_errors(raised: Exception, expected: type[Exception]) -> None:
     with pytest.raises(expected, match="memory://bucket/x") as error:
         files.list()
     assert error.value.__cause__ is raised
+    assert (raised.args or ("TimeoutError()",))[-1] in str(error.value)
     assert len(asked) == 1, "there is no connection that may have ended"
 
 
