@@ -113,7 +113,7 @@ def test_actors_of_a_ray_before_this_one_are_gone() -> None:
     def kill(actor: object) -> None:
         raise ValueError("ActorHandle objects are not valid across Ray sessions")
 
-    _kill(SimpleNamespace(is_initialized=lambda: True, kill=kill), object())
+    _kill(SimpleNamespace(is_initialized=lambda: True, kill=kill), [object()])
 
 
 def test_ray_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,16 +97,23 @@ class _World:
         self.fleet.place(first)
         self.router = Router(self.fleet, ["cats"], queue_size=9, resends=True)
         self.numbers = 0
+        self.made: list[int] = []
+        """Devices that got another actor."""
         self.driver = Driver(
             [_Actor(number) for number in range(3)],
             self.fleet,
             self.router,
+            start=self.start,
             placement=first,
             problem=PROBLEM,
             plan=self.plan,
             replanner=Replanner(first, period_s=period_s, burst=1.1, since_ns=time.monotonic_ns()),
             is_up=lambda: self.is_up,
         )
+
+    def start(self, number: int) -> _Actor:
+        self.made.append(number)
+        return _Actor(number)
 
     def plan(self, problem: Problem, *, before: Placement) -> Placement:
         self.problems.append(problem)
@@ -337,6 +344,34 @@ def test_a_device_that_is_lost_while_it_loads_loads_again(monkeypatch: pytest.Mo
     world = _World([])
     try:
         wait_until(lambda: world.fleet.devices[0].phase is Phase.LOST, "the loss")
+        monkeypatch.setattr(_Method, "load_error", None)
+        world.driver.started.result(PATIENCE_S)
+    finally:
+        world.driver.stop(0)
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_an_actor_that_ray_does_not_start_anew_is_made_anew(make: Maker, has_ended: bool) -> None:
+    """It lost a request twice: the second is late news, which means no further actor."""
+    errors = pytest.importorskip("ray.exceptions", reason="Ray is not installed")
+    error = errors.ActorDiedError() if has_ended else errors.ActorUnavailableError("", None)
+    late: Future[Any] = Future()
+    answers = iter([late, error])
+    world = make([], placed((SMALL, 1, 10.0)))
+    requests = [world.ask(lambda limit_ms: next(answers, ("again",))) for _ in range(2)]
+    assert requests[1].result(PATIENCE_S) == "again"
+    late.set_exception(error)
+    assert requests[0].result(PATIENCE_S) == "again"
+    assert world.fleet.loads == 2
+    assert world.made == ([0] if has_ended else [])
+
+
+def test_an_actor_that_cannot_be_made_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = pytest.importorskip("ray.exceptions", reason="Ray is not installed")
+    monkeypatch.setattr(_Method, "load_error", errors.ActorDiedError())
+    world = _World([])
+    try:
+        wait_until(lambda: len(world.made) == 2, "the second try")
         monkeypatch.setattr(_Method, "load_error", None)
         world.driver.started.result(PATIENCE_S)
     finally:

@@ -27,7 +27,7 @@ from harness import PATIENCE_S, wait_until
 from trims_shim.batching import LatencyProfile
 from trims_shim.cluster import Service, deploy
 from trims_shim.cluster.actor import DeviceActor
-from trims_shim.errors import BatcherClosed, ClusterError, QueueFull, RequestDropped
+from trims_shim.errors import BatcherClosed, ClusterError, DeviceLost, QueueFull, RequestDropped
 from trims_shim.planner import Option, Problem, replanning
 
 ray = pytest.importorskip("ray", reason="Ray is not installed")
@@ -193,6 +193,25 @@ def test_requests_of_a_lost_device_are_answered_by_another_and_it_comes_back(
     left = service.submit("cats", START_S)
     service.shutdown(timeout_s=0)
     assert isinstance(left.exception(0), BatcherClosed)
+
+
+def test_a_device_whose_actor_somebody_killed_gets_another(cluster: None) -> None:
+    """Found: Ray does not start such an actor anew, and the device was lost for good."""
+    with two_devices() as service:
+        for actor in list(service._driver._actors):
+            ray.kill(actor)
+        with pytest.raises(DeviceLost):
+            service.call("cats", 1)  # given to both, one after the other
+        wait_until(
+            lambda: [each.phase for each in service.stats().devices] == ["ready", "ready"],
+            "both are there",
+            timeout_s=START_S,
+        )
+        assert service.call("cats", 1)[0] == "small"
+        made = list(service._driver._actors)
+    for actor in made:
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(actor.ping.remote(), timeout=PATIENCE_S)
 
 
 def test_devices_change_with_the_demand_and_no_request_is_lost(

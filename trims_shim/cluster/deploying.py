@@ -100,11 +100,14 @@ def deploy(
             stack.callback(ray.shutdown)
         largest = max((each.profile.max_batch_size for each in problem.options), default=1)
         start = ray.remote(max_restarts=-1, max_concurrency=2 * largest + _ASIDE)(DeviceActor)
-        actors = []
-        for kind in kinds:
-            options = dict(actor_options.get(kind) or _usual_options(kind))
-            actors.append(start.options(**options).remote(dict(loaders), policy))
-            stack.callback(_kill, ray, actors[-1])
+
+        def make_actor(number: int) -> Any:
+            options = dict(actor_options.get(kinds[number]) or _usual_options(kinds[number]))
+            return start.options(**options).remote(dict(loaders), policy)
+
+        actors: list[Any] = []
+        stack.callback(_kill, ray, actors)
+        actors.extend(map(make_actor, range(len(kinds))))
         _wait_until_up(ray, kinds, actors, start_timeout_s)
         replanner = None
         if replan_s is not None:
@@ -114,6 +117,7 @@ def deploy(
             actors,
             fleet,
             router,
+            start=make_actor,
             placement=placement,
             problem=problem,
             plan=plan,
@@ -180,8 +184,10 @@ def _wait_until_loaded(driver: Driver, timeout_s: float) -> None:
         ) from None
 
 
-def _kill(ray: Any, actor: Any) -> None:
-    if ray.is_initialized():  # else it is gone, and ray.kill would start another Ray
+def _kill(ray: Any, actors: Sequence[Any]) -> None:
+    if not ray.is_initialized():  # they are gone, and ray.kill would start another Ray
+        return
+    for actor in actors:
         with contextlib.suppress(ValueError):  # it was of another Ray, which is gone, too
             ray.kill(actor)
 

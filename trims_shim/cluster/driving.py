@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -48,6 +48,9 @@ Event = Callable[[int], None]
 class Driver:
     """``actors``: one for each device of the fleet, which has ``placement``.
 
+    ``start(number)`` makes another one for a device whose actor Ray does not start anew: somebody
+    killed it, or it could not be made. It takes the place of that one in ``actors``.
+
     ``plan(problem, before=placement)`` plans again, for ``problem`` with another demand and the
     devices that there are. ``replanner``: None to plan no more. ``is_up``: whether Ray still runs;
     calls of actors would start another one.
@@ -55,10 +58,11 @@ class Driver:
 
     def __init__(
         self,
-        actors: Sequence[Any],
+        actors: list[Any],
         fleet: Fleet,
         router: Router,
         *,
+        start: Callable[[int], Any],
         placement: Placement,
         problem: Problem,
         plan: Callable[..., Placement],
@@ -73,6 +77,9 @@ class Driver:
         self.plans = 0
         """How often it was planned again."""
         self._actors = actors
+        self._start = start
+        self._ended: set[int] = set()
+        """The numbers of devices whose actors Ray does not start anew."""
         self._fleet = fleet
         self._router = router
         self._problem = problem
@@ -159,6 +166,9 @@ class Driver:
 
     def _settle(self, now_ns: int) -> None:
         for device in self._fleet.begin_loads(now_ns):
+            if device.number in self._ended:
+                self._actors[device.number] = self._start(device.number)
+                self._ended.remove(device.number)
             self._ask(
                 device, "load", device.load, device.option, then=partial(self._loaded, device)
             )
@@ -223,7 +233,7 @@ class Driver:
             self._fleet.lost(device, load, now_ns)
             self._router.returned(ticket)
         elif _is_loss(error):
-            self._fleet.lost(device, load, now_ns)
+            self._lost(device, load, error, now_ns)
             self._obey(now_ns, self._router.lost(ticket))
         else:
             cause = _cause(error)
@@ -252,7 +262,7 @@ class Driver:
                 self._digests[option.variant] = found.digests
             self._fleet.loaded(device, load)
         elif _is_loss(error):
-            self._fleet.lost(device, load, now_ns)
+            self._lost(device, load, error, now_ns)
         else:
             cause = _cause(error)
             text = f"{option.name} ({option.family}) could not be loaded: {cause!r}"
@@ -263,6 +273,11 @@ class Driver:
                 failure = ClusterError(f"{text}; call its loader in a process of its own")
                 failure.__cause__ = cause
                 self.started.set_exception(failure)
+
+    def _lost(self, device: Device, load: int, error: BaseException, now_ns: int) -> None:
+        if device.load == load and _has_ended(error):
+            self._ended.add(device.number)
+        self._fleet.lost(device, load, now_ns)
 
     # --- planning again ---------------------------------------------------------------------------
 
@@ -335,6 +350,13 @@ def _is_loss(error: BaseException) -> bool:
 
     is_raised = isinstance(error, RayTaskError)  # and of the class of what the function raised
     return isinstance(error, RayActorError | ObjectLostError) and not is_raised
+
+
+def _has_ended(error: BaseException) -> bool:
+    """Whether the lost actor is one that Ray does not start anew."""
+    from ray.exceptions import ActorDiedError
+
+    return isinstance(error, ActorDiedError)
 
 
 def _cause(error: BaseException) -> BaseException:
