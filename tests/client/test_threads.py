@@ -117,3 +117,21 @@ def test_a_filter_that_refuses_priorities() -> None:
     if "no filters here" in done.stderr:
         pytest.skip("the kernel takes no seccomp filter")
     assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+_CHANGED = """
+import os
+from trims_shim.client.threads import may_set_priority
+
+for policy in (os.SCHED_BATCH, os.SCHED_IDLE):
+    assert may_set_priority()
+    os.sched_setscheduler(0, policy, os.sched_param(0))
+    assert may_set_priority()
+    assert os.sched_getscheduler(0) == policy
+"""
+
+
+def test_the_threads_own_policy_stays() -> None:
+    """Found: what a program had set after an earlier look was undone."""
+    done = subprocess.run([sys.executable, "-c", _CHANGED], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

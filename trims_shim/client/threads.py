@@ -7,7 +7,9 @@ priority.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 
 __all__ = ["can_start", "may_set_priority"]
 
@@ -18,14 +20,40 @@ _SCHED_PARAM_BYTES = 64
 """At least sizeof(struct sched_param) on every system."""
 
 _libc = ctypes.CDLL(None)
-_libc.pthread_self.restype = ctypes.c_ulong
 _locks: list[ctypes.Array[ctypes.c_char]] = []
 """Locks at which threads may wait. One stays if an interrupt comes before they are known to have
 ended: they would write to whatever is at its address next."""
 
 
 def can_start(count: int) -> bool:
-    """Whether ``count`` threads can start; starts and ends them, at some 50 us each.
+    """Whether ``count`` threads can start; starts and ends them, at some 50 us each."""
+    with _waiting(count) as threads:
+        return len(threads) == count
+
+
+def may_set_priority() -> bool:
+    """Whether a thread may set its policy and priority, here one of ours to those that it has.
+
+    A seccomp filter may refuse that (systemd's ``SystemCallFilter=~@resources``).
+    """
+    # Not this thread: glibc notes what it is asked for, so that would undo what the program has
+    # set since by the system's own call (os.sched_setscheduler).
+    with _waiting(1) as threads:
+        return all(map(_may_set_priority, threads))
+
+
+def _may_set_priority(thread: ctypes.c_ulong) -> bool:
+    policy = ctypes.c_int()
+    parameters = ctypes.create_string_buffer(_SCHED_PARAM_BYTES)
+    if _libc.pthread_getschedparam(thread, ctypes.byref(policy), parameters) != 0:
+        return False
+    is_allowed: bool = _libc.pthread_setschedparam(thread, policy, parameters) == 0
+    return is_allowed
+
+
+@contextlib.contextmanager
+def _waiting(count: int) -> Iterator[list[ctypes.c_ulong]]:
+    """So many threads that wait until the block ends, or those that can start.
 
     They are C threads: a program may have replaced Python's (gevent).
     """
@@ -36,27 +64,13 @@ def can_start(count: int) -> bool:
     wait = ctypes.cast(_libc.pthread_rwlock_rdlock, ctypes.c_void_p)
     threads: list[ctypes.c_ulong] = []
     try:
-        is_possible = all(_start(threads, wait, lock) for _ in range(count))
+        all(_start(threads, wait, lock) for _ in range(count))
+        yield threads
     finally:
         _libc.pthread_rwlock_unlock(lock)  # One call, so that no interrupt lets some of them wait.
     for thread in threads:
         _libc.pthread_join(thread, None)
     _locks.remove(lock)
-    return is_possible
-
-
-def may_set_priority() -> bool:
-    """Whether a thread may set its policy and priority, here this one to those that it has.
-
-    A seccomp filter may refuse that (systemd's ``SystemCallFilter=~@resources``).
-    """
-    thread = ctypes.c_ulong(_libc.pthread_self())
-    policy = ctypes.c_int()
-    parameters = ctypes.create_string_buffer(_SCHED_PARAM_BYTES)
-    if _libc.pthread_getschedparam(thread, ctypes.byref(policy), parameters) != 0:
-        return False
-    is_allowed: bool = _libc.pthread_setschedparam(thread, policy, parameters) == 0
-    return is_allowed
 
 
 def _start(threads: list[ctypes.c_ulong], work: ctypes.c_void_p, argument: object) -> bool:
