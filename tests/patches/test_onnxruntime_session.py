@@ -428,6 +428,34 @@ class TestLeases:
         assert not lenient.leases
 
 
+def test_nothing_is_left_of_a_session_of_wrong_files(
+    lenient: Preparations, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: it stayed while the original made its own, and for good where that failed."""
+    session = new(path)
+    binding = collection.C
+    left = []
+
+    class Binding:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(binding, name)
+
+        def InferenceSession(self, options: Any, model: str, *arguments: Any) -> Any:
+            if model == path:
+                left.append((session._sess, session._inputs_meta))
+                raise RuntimeError("no memory")
+            made = binding.InferenceSession(options, model, *arguments)
+            os.utime(model, (1, 1))
+            return made
+
+    monkeypatch.setattr(collection, "C", Binding())
+    with pytest.raises(RuntimeError, match="no memory"):
+        session.set_providers(CPU)
+    assert left == [(None, None)]
+    assert (session._sess, session._inputs_meta) == (None, None)
+    assert not lenient.leases
+
+
 def test_no_descriptor_is_left(preparations: Preparations, path: str, tmp_path: Path) -> None:
     """Neither here nor, as far as it runs in this process, by the preparer."""
     hit(path)

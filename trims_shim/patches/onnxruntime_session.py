@@ -194,7 +194,7 @@ def _create_prepared(
 ) -> None:
     """Make it from the prepared model. Raises whatever goes wrong; then nothing has changed."""
     settings = plan.settings
-    with _releasing_on_error(prepared):
+    with _undone_on_error(session, prepared):
         options = records.clone(
             settings.options,
             settings.record,
@@ -273,10 +273,13 @@ def _is_on_host(recipe: SessionRecipe) -> bool:
 
 
 @contextlib.contextmanager
-def _releasing_on_error(prepared: PreparedModel) -> Iterator[None]:
+def _undone_on_error(session: Any, prepared: PreparedModel) -> Iterator[None]:
+    """Put back all that the original has set, also a compiled session: it may be the wrong one."""
+    before = dict(vars(session))
     try:
         yield
     except BaseException:
+        vars(session).update(before)
         prepared.release()
         raise
 
