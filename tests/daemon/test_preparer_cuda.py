@@ -5,6 +5,7 @@ In host memory; that a device's sessions are made at all is for tests/gpu.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -295,6 +296,24 @@ class TestThePreparer:
         directory = tmp_path / "making"
         assert sorted(os.listdir(directory)) == ["model.onnx", "weights.bin"]
         assert (512, 256) in shapes(directory)
+
+    @pytest.mark.parametrize(
+        ("number", "reason"), [(errno.ENOSPC, "disk_full"), (errno.EIO, "preparer_failed")]
+    )
+    def test_a_disk_that_fills_up_or_fails_while_weights_are_listed(
+        self, number: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: the files were said to have changed while they were verified."""
+        append = preparer_cuda._append
+
+        def full(path: str, data: bytes) -> None:
+            append(path, data[:100])
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(preparer_cuda, "sessions_of", HostSessions)
+        monkeypatch.setattr(preparer_cuda, "_append", full)
+        reply = self.prepare(tmp_path, recipe())
+        assert (reply.reason, reply.is_lasting) == (reason, False)
 
     def prepare(self, tmp_path: Path, asked: messages.SessionRecipe) -> duties.PrepareReply:
         path = tmp_path / "model.onnx"

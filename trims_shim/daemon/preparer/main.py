@@ -215,11 +215,22 @@ def _attempt(
             reference, lambda: sessions.prepared(directory), weights_bytes=placed[1].size_bytes
         )
         sessions.check_casts(directory)
-    finally:
-        # Whatever was found: is it true of what was made, or was that deleted or replaced?
-        if _placed(directory) != placed:
-            raise CorruptFile(f"the files in {directory} have changed while they were verified")
+    except OSError as error:
+        # Of the disk, and true whatever it has left of the files.
+        if error.errno in optimising.NO_DISK:
+            raise optimising.disk_full(directory) from error
+        raise
+    except Exception:
+        _check_placed(directory, placed)
+        raise
+    _check_placed(directory, placed)
     return PrepareReply(probe=clipped(note))
+
+
+def _check_placed(directory: str, placed: list[Identity]) -> None:
+    """Whatever was found: is it true of what was made, or was that deleted or replaced?"""
+    if _placed(directory) != placed:
+        raise CorruptFile(f"the files in {directory} have changed while they were verified")
 
 
 def _placed(directory: str) -> list[Identity]:

@@ -32,6 +32,7 @@ from trims_shim.specs import PREPARED_MODEL, PREPARED_WEIGHTS
 from trims_shim.wire.messages import SessionRecipe
 
 __all__ = [
+    "NO_DISK",
     "Refusal",
     "Sessions",
     "disk_full",
@@ -64,7 +65,7 @@ _PASSING = (
     "No space left on device",
 )
 """Texts in errors that say nothing about the model."""
-_NO_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+NO_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Refusal(NotServed):
@@ -114,7 +115,7 @@ class Sessions:
     def complete(self, directory: str) -> None:
         """Add what only a session of the placed files shows. Raises as :meth:`prepared`, OSError.
 
-        What raises has changed no file.
+        A Refusal has changed no file.
         """
 
     def check_casts(self, directory: str) -> None:
@@ -236,7 +237,7 @@ def place(directory: str, *, source: str = "") -> None:
             raise disk_full(directory) from error
         raise Refusal("not_relaid", f"onnxruntime saved it in an unknown form: {error}") from error
     except OSError as error:
-        if error.errno in _NO_DISK:
+        if error.errno in NO_DISK:
             raise disk_full(directory) from error
         raise
     finally:
