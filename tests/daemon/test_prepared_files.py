@@ -389,6 +389,19 @@ class TestScan:
         assert scan.others == (Entry(A, size_bytes, "", 0, 10),)
         assert names(files) == [A, B]
 
+    def test_a_record_that_another_version_replaces_meanwhile(
+        self, files: PreparedFiles, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: its model was deleted. It has written the new one in the model's directory."""
+        publish(files, A)
+        _rewrite(Path(files.directory, A), layout=LAYOUT_VERSION + 1)
+        listdir = os.listdir
+        monkeypatch.setattr(os, "listdir", lambda path: [*listdir(path), ".making-renamed"])
+        (other,) = files.open().others
+        monkeypatch.undo()
+        assert other.key == A
+        assert names(files) == [A]
+
     def test_the_longest_record(
         self, files: PreparedFiles, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -363,8 +363,10 @@ class PreparedFiles:
         status = _status(path)
         if parse(AnyManifest, _read(os.path.join(path, _MANIFEST))).layout == LAYOUT_VERSION:
             return None
-        sizes = [os.lstat(os.path.join(path, name)).st_size for name in os.listdir(path)]
-        return Entry(key, sum(sizes), "", 0, status.st_mtime_ns)
+        # Some versions write a new record beside the old one: it may be gone before it is counted.
+        found = [_identity(os.path.join(path, name)) for name in os.listdir(path)]
+        size_bytes = sum(each.size_bytes for each in found if each is not None)
+        return Entry(key, size_bytes, "", 0, status.st_mtime_ns)
 
     def _load_refusal(self, name: str) -> Iterator[RefusalRecord]:
         path = os.path.join(self.directory, name)
