@@ -264,6 +264,18 @@ def _own(pid: int) -> Foreign:
     return Foreign()
 
 
+class Ended:
+    """Raises StopIteration where it is read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return next, (iter(()),)
+
+
+def ended(device: str) -> Function:
+    """Returns what the program cannot read."""
+    return lambda batch: [Ended() for _ in batch]
+
+
 def foreign(device: str) -> Function:
     """Returns its batch, with something for "foreign" that the program cannot read."""
     return lambda batch: [Foreign() if each == "foreign" else each for each in batch]

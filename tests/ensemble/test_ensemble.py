@@ -257,6 +257,19 @@ def test_what_the_other_side_cannot_read_fails_the_call() -> None:
         assert ensemble.submit(["fine"]).result(PATIENCE_S) == {"a": ["fine"]}
 
 
+def test_an_answer_that_raises_stop_iteration_where_it_is_read() -> None:
+    """Found: who awaited it waited for ever."""
+
+    async def ask() -> Any:
+        return await asyncio.wait_for(ensemble.aio([1]), PATIENCE_S)
+
+    with (
+        ensemble_of(members.ended, combine="none") as ensemble,
+        pytest.raises(RuntimeError, match=r"unpickling an answer raised StopIteration\(\)"),
+    ):
+        asyncio.run(ask())
+
+
 @pytest.mark.usefixtures("no_leak")
 def test_failed_calls_leave_no_memory_and_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     load = by(members.raising_at, 7.0)

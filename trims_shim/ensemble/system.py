@@ -402,7 +402,7 @@ class System:
             result = loaded(parts)
         except BaseException as error:  # of a class that only the worker has
             with self._lock:
-                self._fail(job.segment, error)
+                self._fail(job.segment, awaitable(error, "unpickling an answer"))
             return
         segment.parts[job.member].append((job.start, result))
         segment.missing[job.member] -= job.stop - job.start
