@@ -222,6 +222,7 @@ class System:
             if self._lock.acquire(timeout=_PATIENCE_S):
                 self._lock.release()
             else:  # Who has it sends to a worker that does not go on, for example.
+                self._is_ending = True  # without the lock: else a worker might be started again
                 self._crew.kill()
         with self._lock:
             if self._error is None:
