@@ -116,6 +116,18 @@ def test_actors_of_a_ray_before_this_one_are_gone() -> None:
     _kill(SimpleNamespace(is_initialized=lambda: True, kill=kill), [object()])
 
 
+def test_an_interrupt_while_an_actor_is_ended_leaves_no_other() -> None:
+    asked: list[int] = []
+
+    def kill(actor: int) -> None:
+        asked.append(actor)
+        raise KeyboardInterrupt if len(asked) == 2 else ValueError
+
+    with pytest.raises(KeyboardInterrupt):
+        _kill(SimpleNamespace(is_initialized=lambda: True, kill=kill), [1, 2, 3])
+    assert sorted(asked) == [1, 2, 3]
+
+
 def test_ray_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ClusterError, match=r"trims-shim\[cluster\]"):

@@ -185,11 +185,17 @@ def _wait_until_loaded(driver: Driver, timeout_s: float) -> None:
 
 
 def _kill(ray: Any, actors: Sequence[Any]) -> None:
+    """End each of them, whatever becomes of the others."""
     if not ray.is_initialized():  # they are gone, and ray.kill would start another Ray
         return
-    for actor in actors:
+
+    def kill(actor: Any) -> None:
         with contextlib.suppress(ValueError):  # it was of another Ray, which is gone, too
             ray.kill(actor)
+
+    with contextlib.ExitStack() as stack:
+        for actor in actors:
+            stack.callback(kill, actor)
 
 
 def _ray() -> Any:
