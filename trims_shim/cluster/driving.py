@@ -348,15 +348,17 @@ def _is_loss(error: BaseException) -> bool:
     """Whether the actor is lost, and not one that its function has asked."""
     from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
-    is_raised = isinstance(error, RayTaskError)  # and of the class of what the function raised
-    return isinstance(error, RayActorError | ObjectLostError) and not is_raised
+    if isinstance(error, RayTaskError):  # and of the class of what the function raised
+        return False
+    return isinstance(error, RayActorError | ObjectLostError) or _has_ended(error)
 
 
 def _has_ended(error: BaseException) -> bool:
     """Whether the lost actor is one that Ray does not start anew."""
-    from ray.exceptions import ActorDiedError
+    from ray.exceptions import ActorDiedError, ActorPlacementGroupRemoved, ActorUnschedulableError
 
-    return isinstance(error, ActorDiedError)
+    # The last two, where what actor_options ask for is gone, are of no common class with the first.
+    return isinstance(error, ActorDiedError | ActorPlacementGroupRemoved | ActorUnschedulableError)
 
 
 def _cause(error: BaseException) -> BaseException:
