@@ -1333,10 +1333,49 @@ class TestEviction:
         world.make(paths[2])
         assert world.counters["prepared_damaged"] == 0, "it was meant to go"
 
+    def test_what_cannot_be_removed_stays(
+        self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: on a file system that had become read-only, models were said to be evicted.
+
+        They were neither served nor counted any more, and not evicted once it could be written.
+        """
+
+        def evict() -> admin.EvictPreparedReply | None:
+            return world.prepared.evict(Request(world.session, 1, b"client"), _evict())
+
+        world.make(model)
+        size_bytes = world.row().size_bytes
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", _refuse_to_write)
+            assert evict() == admin.EvictPreparedReply((), 0)
+            world.end_aside()
+        assert world.prepared.storage().resident_bytes == size_bytes
+        assert world.counters["prepared_dropped"] == 0
+        reply = world.hit(model)
+        world.prepared.release(world.session.number, reply.lease)
+        assert evict() == admin.EvictPreparedReply((reply.key,), size_bytes)
+        assert world.files() == []
+
+    def test_what_is_damaged_does_not_stay(
+        self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        world.make(model)
+        os.unlink(world.directory / world.row().key / "model.onnx")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", _refuse_to_write)
+            world.make(model)
+        assert world.outcome(model) == "refused not_prepared"
+        assert world.prepared.storage().resident_bytes == 0
+
     def test_it_is_not_for_others(self, world: World) -> None:
         other = world.join(uid=os.geteuid() + 1)
         with pytest.raises(AccessDenied):
             world.prepared.evict(Request(other, 1, b"client"), _evict())
+
+
+def _refuse_to_write(*_: str) -> NoReturn:
+    raise OSError(errno.EROFS, "Read-only file system")
 
 
 def _evict(model: str = "") -> admin.EvictPreparedRequest:

@@ -248,19 +248,23 @@ class PreparedFiles:
 
     # --- out --------------------------------------------------------------------------------------
 
-    def retire(self, key: str) -> str:
-        """Take the name from a model; return the path to :meth:`delete`, empty if there is none."""
+    def retire(self, key: str) -> str | None:
+        """Take the name from a model; return the path to :meth:`delete`, empty if there is none.
+
+        None if the model cannot be removed.
+        """
         path = os.path.join(self.directory, f"{_REMOVED}{os.getpid()}-{os.urandom(8).hex()}")
         try:
             os.rename(os.path.join(self.directory, key), path)
-        except OSError as error:
-            if not isinstance(error, FileNotFoundError):
-                _logger.warning("prepared model %s cannot be removed: %s", key[:12], error)
+        except FileNotFoundError:
             return ""
+        except OSError as error:
+            _logger.warning("prepared model %s cannot be removed: %s", key[:12], error)
+            return None
         return path
 
-    def delete(self, path: str) -> None:
-        """Delete what has lost its name, or never got one; nothing for an empty path."""
+    def delete(self, path: str | None) -> None:
+        """Delete what has lost its name, or never got one; nothing for no path."""
         if not path:
             return
         # A link is not followed: a preparer may leave anything.

@@ -382,6 +382,7 @@ class PreparedModels:
         else:
             _logger.warning("prepared model %s is damaged; it is dropped", key[:12])
             self._front.counters["prepared_damaged"] += 1
+            del self._published[key]
             self._execute(self._store.lose(key))
 
     def _touch(self, key: str) -> None:
@@ -484,15 +485,22 @@ class PreparedModels:
         self._execute(actions, known=job.known)
 
     def _execute(self, actions: Iterable[Action], *, known: Known | None = None) -> list[DropEntry]:
-        """Return what was dropped. ``known``: of the model that is refused."""
+        """Return what was dropped. ``known``: of the model that is refused.
+
+        A model that cannot be removed stays, unless it is damaged: it takes its room.
+        """
         dropped = []
         for action in actions:
             if isinstance(action, DropEntry):
+                published = self._published.pop(action.key, None)
+                path = self._files.retire(action.key)
+                if path is None and published is not None:
+                    self._adopt(published)
+                    continue
                 dropped.append(action)
                 self._front.counters["prepared_dropped"] += 1
-                self._published.pop(action.key, None)
                 self._touched_ns.pop(action.key, None)
-                self._do_aside(self._files.delete, self._files.retire(action.key))
+                self._do_aside(self._files.delete, path)
             elif isinstance(action, DropRefusal):
                 self._do_aside(self._files.drop_refusal, action.key)
             else:
