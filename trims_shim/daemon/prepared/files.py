@@ -131,6 +131,8 @@ class PreparedFiles:
         self._refused = f".{_judge(judgement)}{_REFUSED}"
         self._lock = -1
         self._locked: tuple[int, int] | None = None
+        self._left: list[str] = []
+        """What could not be deleted; its file system may be read-only for a while."""
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -166,6 +168,9 @@ class PreparedFiles:
         if problem:
             raise NotServed("prepared_off", problem)
         self._claim(is_waiting=True)
+        left, self._left = self._left, []
+        for path in left:
+            self.delete(path)
         path = os.path.join(self.directory, f"{_MAKING}{os.getpid()}-{os.urandom(8).hex()}")
         os.mkdir(path, 0o700)
         return path
@@ -264,7 +269,10 @@ class PreparedFiles:
         return path
 
     def delete(self, path: str | None) -> None:
-        """Delete what has lost its name, or never got one; nothing for no path."""
+        """Delete what has lost its name, or never got one; nothing for no path.
+
+        What cannot be deleted now is deleted before something else is made.
+        """
         if not path:
             return
         # A link is not followed: a preparer may leave anything.
@@ -273,6 +281,8 @@ class PreparedFiles:
         else:
             with contextlib.suppress(OSError):
                 os.unlink(path)
+        if os.path.lexists(path):
+            self._left.append(path)
 
     # --- inside -----------------------------------------------------------------------------------
 
