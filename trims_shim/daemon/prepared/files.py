@@ -208,7 +208,7 @@ class PreparedFiles:
     def load(self, key: str) -> Published | None:
         """The prepared model of a key; None if there is none, or it is not what was verified."""
         try:
-            return self._load(key)
+            return self._published(key, *self._read_record(key))
         except FileNotFoundError:
             return None
         except (TrimsError, OSError) as error:
@@ -332,11 +332,11 @@ class PreparedFiles:
         for name in sorted(os.listdir(self.directory)):
             if _KEY.fullmatch(name):
                 try:
-                    other = self._of_another_layout(name)
-                    if other is None:
-                        published.append(self._load(name))
+                    status, record = self._read_record(name)
+                    if parse(AnyManifest, record).layout == LAYOUT_VERSION:
+                        published.append(self._published(name, status, record))
                     else:
-                        others.append(other)
+                        others.append(self._other(name, status))
                 except (TrimsError, OSError) as error:
                     _logger.warning("prepared model %s is not used: %s", name[:12], error)
                     if _is_of_the_file(error):
@@ -352,10 +352,19 @@ class PreparedFiles:
             self.drop_refusal(each.key)
         return Scan(tuple(published), tuple(refusals[-_REFUSALS_KEPT:]), tuple(others))
 
-    def _load(self, key: str) -> Published:
+    def _read_record(self, key: str) -> tuple[os.stat_result, bytes]:
+        """The status of a model's directory, and its record. Raises CorruptFile, OSError."""
         path = os.path.join(self.directory, key)
-        status = _status(path)
-        manifest = parse(Manifest, _read(os.path.join(path, _MANIFEST)))
+        status = os.lstat(path)
+        problem = problem_of(path, status, may_be_roots=False)
+        if problem:
+            raise CorruptFile(problem)
+        return status, _read(os.path.join(path, _MANIFEST))
+
+    def _published(self, key: str, status: os.stat_result, record: bytes) -> Published:
+        """A model of ours. Raises CorruptFile, OSError."""
+        path = os.path.join(self.directory, key)
+        manifest = parse(Manifest, record)
         if (manifest.layout, manifest.key) != (LAYOUT_VERSION, key):
             raise CorruptFile(
                 f"its record is that of {manifest.key[:12]}, of layout {manifest.layout}"
@@ -371,12 +380,9 @@ class PreparedFiles:
             status.st_mtime_ns,
         )
 
-    def _of_another_layout(self, key: str) -> Entry | None:
-        """What is known of such a model; None if it should be ours. Raises CorruptFile, OSError."""
+    def _other(self, key: str, status: os.stat_result) -> Entry:
+        """What is known of a model of another layout. Raises OSError."""
         path = os.path.join(self.directory, key)
-        status = _status(path)
-        if parse(AnyManifest, _read(os.path.join(path, _MANIFEST))).layout == LAYOUT_VERSION:
-            return None
         # Some versions write a new record beside the old one: it may be gone before it is counted.
         found = [_identity(os.path.join(path, name)) for name in os.listdir(path)]
         size_bytes = sum(each.size_bytes for each in found if each is not None)
@@ -420,15 +426,6 @@ def _delete_oldest(paths: list[str], *, kept: int) -> None:
 
 def _is_of_the_file(error: Exception) -> bool:
     return not (isinstance(error, OSError) and error.errno in _NOT_OF_THE_FILE)
-
-
-def _status(path: str) -> os.stat_result:
-    """Of a model's directory. Raises CorruptFile, OSError."""
-    status = os.lstat(path)
-    problem = problem_of(path, status, may_be_roots=False)
-    if problem:
-        raise CorruptFile(problem)
-    return status
 
 
 def _identity(path: str) -> Identity | None:
