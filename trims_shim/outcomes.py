@@ -5,30 +5,34 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
-__all__ = ["awaitable", "tell"]
+__all__ = ["fail", "settle"]
 
 _logger = logging.getLogger(__name__)
 
 
-def tell(set_outcome: Callable[[Any], None], outcome: Any) -> None:
-    """Set a future's outcome, past callbacks that want to exit: the thread is everybody's."""
+def settle(future: Future[Any], result: Any) -> None:
+    """Set a future's result, past callbacks that want to exit: the thread is everybody's."""
+    _tell(future.set_result, result)
+
+
+def fail(future: Future[Any], error: BaseException, what: str) -> None:
+    """As :func:`settle`, with the error that ``what`` raised.
+
+    StopIteration and CancelledError become a RuntimeError: the future of an event loop refuses the
+    first, and who awaits that would wait for ever; with the other, who awaits would seem cancelled.
+    """
+    if isinstance(error, StopIteration | asyncio.CancelledError | CancelledError):
+        told = RuntimeError(f"{what} raised {error!r}")
+        told.__cause__ = error
+        error = told
+    _tell(future.set_exception, error)
+
+
+def _tell(set_outcome: Callable[[Any], None], outcome: Any) -> None:
     try:
         set_outcome(outcome)
     except BaseException:
         _logger.exception("a callback of a future failed")
-
-
-def awaitable(error: BaseException, what: str) -> BaseException:
-    """The error that ``what`` raised, for futures that may be awaited; else a RuntimeError.
-
-    The future of an event loop refuses StopIteration: who awaits that would wait for ever. With
-    CancelledError, who awaits would seem cancelled.
-    """
-    if not isinstance(error, StopIteration | asyncio.CancelledError | CancelledError):
-        return error
-    told = RuntimeError(f"{what} raised {error!r}")
-    told.__cause__ = error
-    return told

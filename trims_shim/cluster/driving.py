@@ -23,7 +23,7 @@ from trims_shim.batching.protocol import NEVER_NS
 from trims_shim.cluster.fleet import Device, Fleet
 from trims_shim.cluster.routing import Action, Router, Send, Ticket
 from trims_shim.errors import BatcherClosed, ClusterError, RequestDropped, TrimsError
-from trims_shim.outcomes import awaitable, tell
+from trims_shim.outcomes import fail, settle
 from trims_shim.planner import Option, Placement, Problem
 from trims_shim.planner.replanning import Replanner
 
@@ -182,7 +182,7 @@ class Driver:
         with self._lock:
             left, self._open = self._open or set(), None
         for ticket in left:
-            tell(ticket.payload[1].set_exception, error)
+            fail(ticket.payload[1], error, "a request")
         if not self.started.done():
             self.started.set_exception(error)
 
@@ -205,7 +205,7 @@ class Driver:
             if isinstance(action, Send):
                 self._send(now_ns, action.ticket)
             else:
-                tell(self._close(action.ticket).set_exception, action.error)
+                fail(self._close(action.ticket), action.error, "a request")
 
     def _send(self, now_ns: int, ticket: Ticket) -> None:
         is_limited = ticket.deadline_ns != NEVER_NS
@@ -219,7 +219,7 @@ class Driver:
         # Border: an item may raise anything when it is pickled.
         except BaseException as error:
             self._router.answered(now_ns, ticket, "failed")
-            tell(self._close(ticket).set_exception, awaitable(error, "a request"))
+            fail(self._close(ticket), error, "a request")
             self._events.put(_look)  # there is room for another one
 
     def _answered(self, ticket: Ticket, load: int, done: Future[Any], now_ns: int) -> None:
@@ -227,7 +227,7 @@ class Driver:
         assert device is not None
         if error is None and (answer := done.result()):
             self._router.answered(now_ns, ticket, "answered")
-            tell(self._close(ticket).set_result, answer[0])
+            settle(self._close(ticket), answer[0])
         elif error is None:
             # If it was not told to change, its process is a new one.
             self._fleet.lost(device, load, now_ns)
@@ -239,7 +239,7 @@ class Driver:
             cause = _cause(error)
             is_dropped = isinstance(cause, RequestDropped)
             self._router.answered(now_ns, ticket, "dropped" if is_dropped else "failed")
-            tell(self._close(ticket).set_exception, awaitable(cause, "a request"))
+            fail(self._close(ticket), cause, "a request")
 
     def _close(self, ticket: Ticket) -> Future[Any]:
         with self._lock:

@@ -32,7 +32,7 @@ from trims_shim.ensemble.dispatch import Dispatch, Job
 from trims_shim.ensemble.hosting import set_up
 from trims_shim.ensemble.payloads import count_of, dumped, joined, loaded, rows_of
 from trims_shim.errors import EnsembleError, MemberFailed
-from trims_shim.outcomes import awaitable, tell
+from trims_shim.outcomes import fail, settle
 
 __all__ = ["System", "WorkerTraceback"]
 
@@ -314,7 +314,7 @@ class System:
         while self._failures:
             call, error = self._failures.pop(0)
             if not call.future.done():
-                tell(call.future.set_exception, error)
+                fail(call.future, error, "unpickling an answer")
 
     def _combine_segment(self, segment: _Segment) -> None:
         """Without the lock: a rule of the user's may do anything."""
@@ -332,7 +332,7 @@ class System:
             call.results[segment.position] = result
         except BaseException as error:
             if not call.future.done():
-                tell(call.future.set_exception, awaitable(error, "`combine`"))
+                fail(call.future, error, "`combine`")
             return
         self._finish(call)
 
@@ -345,9 +345,9 @@ class System:
             try:
                 result = joined([call.results[position] for position in sorted(call.results)])
             except BaseException as error:
-                tell(call.future.set_exception, error)
+                fail(call.future, error, "joining answers")
             else:
-                tell(call.future.set_result, result)
+                settle(call.future, result)
 
     # --- the thread -------------------------------------------------------------------------------
 
@@ -403,7 +403,7 @@ class System:
             result = loaded(parts)
         except BaseException as error:  # of a class that only the worker has
             with self._lock:
-                self._fail(job.segment, awaitable(error, "unpickling an answer"))
+                self._fail(job.segment, error)
             return
         segment.parts[job.member].append((job.start, result))
         segment.missing[job.member] -= job.stop - job.start
