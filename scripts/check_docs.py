@@ -1,10 +1,10 @@
-"""Check the documentation: links, the configuration table, and figures.
+"""Check the documentation: links, the pages made from code, and figures.
 
 Relative links must resolve, to the heading; docs/configuration.md must have the settings of the
-code; and the figures in README.md, docs/onnxruntime.md and docs/gpu.md must be the measured ones of
-docs/results.
+code, and docs/api.md its signatures and docstrings; and the figures in README.md,
+docs/onnxruntime.md and docs/gpu.md must be the measured ones of docs/results.
 
-``--write`` writes the tables. ``make docs`` checks.
+``--write`` writes pages and tables. ``make docs`` checks.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # The settings are those of this checkout, whatever is installed.
 sys.path.insert(0, str(ROOT))
 
+import api_reference  # noqa: E402
+
 from trims_shim.config import SETTINGS  # noqa: E402
 
-TABLE = ROOT / "docs" / "configuration.md"
 README = ROOT / "README.md"
 RESULTS = ROOT / "docs" / "results" / "host.json"
 BATCHING_RESULTS = ROOT / "docs" / "results" / "batching_peers.md"
@@ -307,13 +308,19 @@ def _anchors(page: Path) -> frozenset[str]:
 
 def main() -> int:
     """Check, or write with ``--write``; return the exit status."""
+    made = {
+        ROOT / "docs" / "configuration.md": table(),
+        ROOT / "docs" / "api.md": api_reference.page(ROOT),
+    }
     if "--write" in sys.argv:
-        TABLE.write_text(table())
+        for page, text in made.items():
+            page.write_text(text)
         for page in PAGES:
             page.write_text(_with_results(page.read_text()))
     problems = broken_links()
-    if not TABLE.exists() or TABLE.read_text() != table():
-        problems.append(f"{TABLE.relative_to(ROOT)} is stale: python {sys.argv[0]} --write")
+    for page, text in made.items():
+        if not page.exists() or page.read_text() != text:
+            problems.append(f"{page.relative_to(ROOT)} is stale: python {sys.argv[0]} --write")
     for page in PAGES:
         if page.read_text() != _with_results(page.read_text()):
             name = page.relative_to(ROOT)

@@ -123,14 +123,7 @@ EXPECTED_REASONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counters of this process.
-
-    ``served``: loads that took their bytes from the cache; ``hits``, ``misses``, ``joined``: images
-    that were resident, were read for this process, or were being read for another;
-    ``elided_copies``: tensors that ``load_state_dict`` did not copy; ``bytes_shared``: the sizes of
-    all images that were opened, also by ``open`` and ``warm``; ``fallbacks``: loads that went to
-    the framework's own loader, by reason; ``events``: all counters, by ``event:reason``.
-    """
+    """Counters of this process, see :func:`trims_shim.stats`."""
 
     served: int
     hits: int

@@ -39,8 +39,11 @@ class _Opened(ABC, Generic[_Arena]):
     def __init__(self, arena: _Arena, name: str, *, digest: Digest, size_bytes: int) -> None:
         self._arena: _Arena | None = arena
         self.name = name
-        self.digest = digest
-        self.size_bytes = size_bytes
+        """The file's name."""
+        self.digest: Digest = digest
+        """Of the file's bytes: what images are known by, as `trims status` shows it."""
+        self.size_bytes: int = size_bytes
+        """Of the file."""
         self._records: Mapping[str, Record] | None = None
 
     @property
@@ -90,7 +93,10 @@ class Handle(_Opened["Arena"]):
 
     @property
     def records(self) -> Mapping[str, Record]:
-        """Records by name. Raises FormatError for a file of neither format."""
+        """By name; each has ``dtype`` (the format's name for it, or empty), ``shape`` and ``span``.
+
+        Raises FormatError for a file of neither format.
+        """
         if self._records is None:
             try:
                 contents = read_contents(self.buffer())

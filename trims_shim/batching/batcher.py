@@ -105,8 +105,13 @@ class Batcher(Generic[Item, Result, Piece]):
     stages ``"dvabatch"``.
     ``profile``: how long batches take, or a file with it. If not given, it is learned and kept for
     the next process. Each batch refreshes it in both cases.
-    ``collate``: how items become batches, see
-    :func:`~trims_shim.batching.collating.collate.collate_of`;
+    ``collate``: how items become batches. ``"auto"`` stacks tensors, arrays and numpy's numbers to
+    ``[batch, ...]``, takes tuples, mappings and dataclasses part by part, and makes a list of
+    anything else; ``"list"`` always makes a list; ``"stack"`` is as ``"auto"``, but also makes
+    arrays of numbers, text and sequences of them, and refuses the rest; for ``"concatenate"`` items
+    have a batch axis of their own. Or a :class:`~trims_shim.batching.collating.padding.Pad`, or any
+    other :class:`~trims_shim.batching.collating.collate.Collate`. A sequence of these is one for
+    each argument, a mapping one for each field of items that are mappings.
     ``batch_sizes``: the only sizes the function sees; smaller batches are filled up.
     ``queue_size``: how many requests may wait. Beyond that callers wait for room, or with
     ``when_full="reject"`` get :class:`~trims_shim.errors.QueueFull`.

@@ -276,11 +276,10 @@ class _Condition(threading.Condition):
 
 
 class BatchFuture(Future[Answer]):
-    """What ``submit`` returns. ``cancel()`` frees its place in the queue.
+    """What ``submit`` returns. ``cancel()`` frees its place in the queue."""
 
-    Who waits for the answer does not hold the condition at any step: a signal handler of its thread
-    may wait for another answer, and whoever hands that out may need the condition before.
-    """
+    # Who waits for the answer does not hold the condition at any step: a signal handler of its
+    # thread may wait for another answer, and whoever hands that out may need the condition before.
 
     def __init__(self) -> None:
         super().__init__()
