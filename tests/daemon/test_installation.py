@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import struct
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +57,44 @@ def test_builds_of_one_version_are_told_apart(
     newer = fresh()
     assert len({before, younger, larger, built, newer}) == 5
     assert newer.runtime == "9"
+
+
+def elf(build_id: bytes) -> bytes:
+    """A library of nothing but notes: one of another kind, and its ID."""
+    other = struct.pack("<III4s4s", 4, 3, 1, b"GNU", b"abc")
+    notes = other + struct.pack("<III4s", 4, len(build_id), 3, b"GNU") + build_id
+    head = struct.pack("<6s10x16xQ14xHH6x", b"\x7fELF\2\1", 64, 56, 2)
+    skipped = struct.pack("<IIQQQQQQ", 1, 0, 0, 0, 0, 64, 64, 0)
+    segment = struct.pack("<IIQQQQQQ", 4, 0, 176, 0, 0, len(notes), len(notes), 4)
+    return head + skipped + segment + notes
+
+
+def test_a_build_is_the_same_in_every_container(library: Path) -> None:
+    """pip gives the files of each installation another time."""
+    library.write_bytes(elf(b"20 bytes that tell it"))
+    one = fresh()
+    assert b"20 bytes that tell it".hex() in one.build
+    os.utime(library, ns=(1, 1))
+    assert fresh() == one
+    library.write_bytes(elf(b"20 bytes of another 1"))
+    assert fresh() != one
+
+
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf")
+def test_the_id_is_the_linkers() -> None:
+    told = subprocess.run(
+        ["readelf", "-n", binding.__file__], capture_output=True, text=True, check=True
+    )
+    (build_id,) = re.findall(r"Build ID: ([0-9a-f]+)", told.stdout)
+    assert build_id in fresh().build
+
+
+def test_what_is_no_library_is_told_by_its_time(library: Path) -> None:
+    whole = elf(b"20 bytes that tell it")
+    for length in range(len(whole)):
+        library.write_bytes(whole[:length])
+        os.utime(library, ns=(7, 7))
+        assert f"{length} bytes of 7;" in fresh().build or length > 200, length
 
 
 def test_what_is_installed_afterwards_is_not_what_is_loaded(library: Path) -> None:
