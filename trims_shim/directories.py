@@ -6,7 +6,7 @@ import contextlib
 import os
 import stat
 
-__all__ = ["existing_parent", "make", "open_own", "roots_problem"]
+__all__ = ["directory_of", "existing_parent", "make", "open_own", "roots_problem"]
 
 
 def make(directory: str, mode: int = 0o700, *, above: int = 0o700) -> None:
@@ -39,6 +39,16 @@ def open_own(path: str, flags: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def directory_of(cache_dir: str, *, cache_home: str, name: str) -> str:
+    """Where things of one kind are kept: by the setting, or below the user's cache directory.
+
+    ``name`` is the kind's: ``prepared``, ``remote``. Absolute; the name of a file in it depends on
+    nobody's working directory.
+    """
+    base = os.path.expanduser(cache_dir) if cache_dir else os.path.join(cache_home, "trims")
+    return os.path.join(os.path.abspath(base), name)
 
 
 def existing_parent(path: str) -> str:

@@ -523,11 +523,18 @@ class _Line:
         return None  # Copies stay private: a test's result must not depend on how often it ran.
 
     def open_prepared(
-        self, request: messages.OpenPreparedRequest, *, descriptor: int | None = None
+        self,
+        request: messages.OpenPreparedRequest,
+        *,
+        descriptor: int | None = None,
+        directory: int | None = None,
     ) -> messages.OpenPreparedReply:
-        if descriptor is not None:
-            self._offer(messages.FileOffer(self._ticket + 1), descriptor)
-            request = request._replace(ticket=self._ticket)
+        tickets = [0, 0]
+        for place, offered in enumerate((descriptor, directory)):
+            if offered is not None:
+                self._offer(messages.FileOffer(self._ticket + 1), offered)
+                tickets[place] = self._ticket
+        request = request._replace(ticket=tickets[0], directory=tickets[1])
         reply = self.request(request)
         if not isinstance(reply, messages.OpenPreparedReply):
             raise WireError(f"{type(reply).__name__} answers OpenPreparedRequest")

@@ -60,10 +60,13 @@ class Released:
         self.times += 1
 
 
-def take(reply: OpenPreparedReply) -> tuple[PreparedModel | TrimsError, int]:
+def take(
+    reply: OpenPreparedReply, directory: str | Path = "/nowhere"
+) -> tuple[PreparedModel | TrimsError, int]:
     released = Released()
     try:
-        return prepared_model(reply, name="m.onnx", release=released), released.times
+        model = prepared_model(reply, name="m.onnx", release=released, directory=str(directory))
+        return model, released.times
     except TrimsError as error:
         return error, released.times
 
@@ -79,6 +82,23 @@ def test_a_hit_without_weights(reply: OpenPreparedReply) -> None:
     model, _ = take(reply._replace(weights="", weights_identity=None))
     assert isinstance(model, PreparedModel)
     assert model.size_bytes == 5
+
+
+def test_a_hit_whose_files_have_another_name_here(reply: OpenPreparedReply, tmp_path: Path) -> None:
+    """In another container than the daemon's."""
+    there = reply._replace(
+        model=f"/there/{tmp_path.name}/model.onnx", weights=f"/there/{tmp_path.name}/weights.bin"
+    )
+    model, released = take(there, tmp_path.parent)
+    assert isinstance(model, PreparedModel)
+    assert (model.path, released) == (reply.model, 0)
+    model.check()
+    Path(reply.weights).write_bytes(b"other weights")
+    with pytest.raises(NotServed, match="is not the file"):
+        model.check()
+    error, released = take(there, tmp_path)
+    assert isinstance(error, NotServed)
+    assert (error.reason, released) == ("prepared_changed", 1)
 
 
 @pytest.mark.parametrize("field", ["device", "inode", "size_bytes", "mtime_ns", "ctime_ns"])
@@ -146,11 +166,15 @@ class Line:
         self.welcome = messages.Welcome(messages.PROTOCOL_VERSION, "1", 1, "i", b"t")
         self.answer = answer
         self.asked: list[tuple[Any, int | None]] = []
+        self.shown: list[os.stat_result | None] = []
         self.released: list[int] = []
         self.is_open = True
 
-    def open_prepared(self, request: Any, *, descriptor: int | None = None) -> Any:
+    def open_prepared(
+        self, request: Any, *, descriptor: int | None = None, directory: int | None = None
+    ) -> Any:
         self.asked.append((request, descriptor))
+        self.shown.append(None if directory is None else os.fstat(directory))
         return self.answer(request)
 
     def release(self, lease: int) -> None:
@@ -167,11 +191,11 @@ class Line:
 
 
 class Dialled:
-    def __init__(self, *answers: Any) -> None:
+    def __init__(self, *answers: Any, **settings: str) -> None:
         self.answers = list(answers)
         self.lines: list[Line] = []
         dial: Any = self.dial
-        self.cache = Cache(config.load({}, autostart="0"), dial=dial)
+        self.cache = Cache(config.load({}, autostart="0", **settings), dial=dial)
 
     def dial(self) -> Line:
         self.lines.append(Line(self.answer))
@@ -206,6 +230,25 @@ def test_what_is_asked(reply: OpenPreparedReply, tmp_path: Path) -> None:
         (request._replace(path="", digest="d" * 64), None),
     ]
     assert diagnostics.stats().hits == before + 2
+
+
+def test_in_another_container_the_directory_is_shown(
+    reply: OpenPreparedReply, tmp_path: Path, no_leak: None
+) -> None:
+    refusal = OpenPreparedReply("refused", reason="other_namespace", message="a container")
+    dialled = Dialled(refusal, refusal, reply, reply, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(NotServed) as caught:
+        dialled.open(digest="d")  # there is none to be shown
+    assert caught.value.reason == "other_namespace"
+    directory = tmp_path / "cache" / "prepared"
+    directory.mkdir(parents=True)
+    dialled.open(digest="d")
+    dialled.open(digest="d")
+    (line,) = dialled.lines
+    first, second, third, fourth = line.shown
+    assert (first, second, fourth) == (None, None, None)
+    assert third is not None
+    assert os.path.samestat(third, directory.stat())
 
 
 def test_a_lease_is_given_back_over_its_own_connection(reply: OpenPreparedReply) -> None:

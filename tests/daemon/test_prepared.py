@@ -22,6 +22,7 @@ import pytest
 from harness import PATIENCE_S, wait_until
 from prepared_models import RECIPE, FakePreparer, digest_of, identity_of
 
+from trims_shim.children import NoInterpreter, interpreter, search_path
 from trims_shim.config import ShareOrSize
 from trims_shim.daemon import clock, workers
 from trims_shim.daemon.front import Front, Request
@@ -55,6 +56,8 @@ from trims_shim.wire.handover import Peer
 from trims_shim.wire.messages import OpenPreparedReply, OpenPreparedRequest
 
 MIB = 1 << 20
+ELSEWHERE = (1 << 22) + 1
+"""The process id of a client that sees other files: no process has it."""
 
 
 class _NoSocket:
@@ -134,6 +137,7 @@ class World(Front):
         data: bytes | None = None,
         digest: str = "",
         session: Session | None = None,
+        shown: Path | None = None,
         recipe: messages.SessionRecipe = RECIPE,
         name: str | None = None,
         waits: bool = True,
@@ -149,6 +153,11 @@ class World(Front):
         message = OpenPreparedRequest(
             ticket, str(path) if name is None else name, digest, recipe, "/site/onnxruntime"
         )
+        if shown is not None:
+            self._ticket += 1
+            offer = Offer(messages.FileOffer(self._ticket), os.open(shown, os.O_RDONLY))
+            session.offers[self._ticket] = offer
+            message = message._replace(directory=self._ticket)
         reply = self.prepared.open(Request(session, 7, b"client"), message)
         while reply is None and waits and self.prepared._is_open:
             self.turn()
@@ -650,7 +659,7 @@ class TestTrust:
         assert other.offers == {}
 
     def test_other_files(self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        gone = world.join(pid=(1 << 22) + 1)
+        gone = world.join(pid=ELSEWHERE)
         assert world.outcome(model, session=gone) == "refused other_namespace"
         stat = os.stat
 
@@ -659,6 +668,65 @@ class TestTrust:
 
         monkeypatch.setattr(prepared_clients.os, "stat", elsewhere)
         assert world.outcome(model, session=world.join()) == "refused other_namespace"
+
+    def test_other_files_but_the_same_prepared_models(self, world: World, model: Path) -> None:
+        there = world.join(pid=ELSEWHERE)
+        assert world.outcome(model, session=there) == "refused other_namespace"
+        assert world.files() == [], "the directory is there, to be shown"
+        assert world.outcome(model, session=there, shown=world.directory) == "preparing"
+        world.settle()
+        world.hit(model, session=there)
+        assert world.outcome(model, session=world.join(pid=ELSEWHERE)) == "refused other_namespace"
+        (order,) = world.preparer.orders
+        assert (order.request.path, order.request.package) == ("", "")
+        assert (order.interpreter, list(order.search_path)) == (interpreter(), search_path())
+        assert there.offers == {}
+        # Who sees the same files has it hashed once more, as nothing is known of data beside it.
+        world.make(model)
+        assert world.preparer.verdicts == [True, False]
+        world.hit(model)
+
+    @pytest.mark.parametrize("place", ["", "models", "models/m.onnx"])
+    def test_another_directory_shows_nothing(
+        self, world: World, model: Path, tmp_path: Path, place: str
+    ) -> None:
+        there = world.join(pid=ELSEWHERE)
+        answer = world.outcome(model, session=there, shown=tmp_path / place)
+        assert answer == "refused other_namespace"
+        assert there.offers == {}
+
+    def test_what_is_known_of_paths_here_says_nothing_of_those_there(
+        self, world: World, model: Path
+    ) -> None:
+        world.preparer.externals = ("w.bin",)
+        model.with_name("w.bin").write_bytes(b"w" * 100)
+        world.make(model)
+        world.hit(model)
+        there = world.join(pid=ELSEWHERE)
+        world.preparer.externals = ()
+        world.preparer.reply = PrepareReply(
+            reason="external_data_of_bytes", message="no directory", is_lasting=True
+        )
+        assert world.outcome(model, session=there, shown=world.directory) == "preparing"
+        world.settle()
+        assert world.outcome(model, session=there) == "refused external_data_of_bytes"
+        assert len(world.preparer.orders) == 2
+        world.hit(model)
+
+    def test_no_interpreter_of_ours(
+        self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse() -> str:
+            raise NoInterpreter("frozen")
+
+        monkeypatch.setattr("trims_shim.children.interpreter", refuse)
+        world.make(model)
+        there = world.join(pid=ELSEWHERE)
+        other = model.with_name("other.onnx")
+        other.write_bytes(b"other" * 1000)
+        answer = world.outcome(other, session=there, shown=world.directory)
+        assert answer == "refused not_python"
+        assert not world.is_preparing()
 
     def test_no_interpreter(
         self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,21 +16,27 @@ from trims_shim.daemon.prepared import directory as prepared_directory
 from trims_shim.daemon.prepared.directory import (
     PreparedSettings,
     Space,
-    directory_of,
     examine,
     problem_of,
     space_of,
 )
 from trims_shim.daemon.prepared.files import PreparedFiles
+from trims_shim.directories import directory_of
 from trims_shim.errors import NotServed
 
 
 def test_it_is_below_the_users_cache_directory_unless_set() -> None:
-    assert directory_of("", cache_home="/home/x/.cache") == "/home/x/.cache/trims/prepared"
-    assert directory_of("/big/disk", cache_home="/home/x/.cache") == "/big/disk/prepared"
+    assert (
+        directory_of("", cache_home="/home/x/.cache", name="prepared")
+        == "/home/x/.cache/trims/prepared"
+    )
+    assert (
+        directory_of("/big/disk", cache_home="/home/x/.cache", name="prepared")
+        == "/big/disk/prepared"
+    )
     home = os.path.expanduser("~")
-    assert directory_of("~/models", cache_home="/c") == f"{home}/models/prepared"
-    assert os.path.isabs(directory_of("here", cache_home="/c"))
+    assert directory_of("~/models", cache_home="/c", name="prepared") == f"{home}/models/prepared"
+    assert os.path.isabs(directory_of("here", cache_home="/c", name="prepared"))
 
 
 def test_settings() -> None:

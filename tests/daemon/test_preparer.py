@@ -211,6 +211,11 @@ class TestRefusals:
             reply = prepare(model, directory, **fields)
             assert (reply.reason, reply.is_lasting) == ("other_onnxruntime", False)
 
+    def test_the_same_onnxruntime_in_another_container(self, model: Path, directory: Path) -> None:
+        """Its directory there says nothing here."""
+        assert prepare(model, directory, package="", build="x").reason == "other_onnxruntime"
+        assert prepare(model, directory, package="").reason in ("", "no_gain")
+
     def test_an_onnxruntime_that_cannot_be_imported(
         self, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -113,9 +113,9 @@ class Sessions:
         return self.child.hear(40)
 
 
-def sessions(world: World, **settings: str) -> Sessions:
+def sessions(world: World, *, prefix: tuple[str, ...] = (), **settings: str) -> Sessions:
     """A new client process."""
-    return Sessions(world.spawn(_LOOP, **settings))
+    return Sessions(world.spawn(_LOOP, prefix=prefix, **settings))
 
 
 def rows(world: World) -> tuple[admin.PreparedStatus, ...]:

@@ -118,7 +118,11 @@ class Line:
         self.pid = os.getpid()
 
     def open_prepared(
-        self, request: OpenPreparedRequest, *, descriptor: int | None = None
+        self,
+        request: OpenPreparedRequest,
+        *,
+        descriptor: int | None = None,
+        directory: int | None = None,
     ) -> OpenPreparedReply:
         return self.preparations.open(request, descriptor)
 

@@ -8,12 +8,13 @@ it still maps the memory, so the parent's lease must outlive the parent.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fnmatch
 import logging
 import os
 import stat
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trims_shim import config as configuration
@@ -24,6 +25,7 @@ from trims_shim.client.descriptors import OwnDescriptor
 from trims_shim.client.pool import Line, Pool
 from trims_shim.client.prepared import PreparedLease, PreparedModel, prepared_model
 from trims_shim.config import Config
+from trims_shim.directories import directory_of
 from trims_shim.errors import NoSpace, NotServed, WireError
 from trims_shim.late_imports import ensure_imported
 from trims_shim.specs import DeviceId, Digest, Identity
@@ -162,8 +164,19 @@ class Cache:
         """
         request = messages.OpenPreparedRequest(0, path, digest, recipe, package, search_path)
 
+        directory = directory_of(
+            self.config.cache_dir, cache_home=self.config.cache_home, name="prepared"
+        )
+
         def ask(connection: Line) -> tuple[messages.OpenPreparedReply, PreparedLease]:
             reply = connection.open_prepared(request, descriptor=descriptor)
+            if reply.reason == "other_namespace":
+                # In another container: if both see the prepared models, paths do not matter.
+                with _opened_directory(directory) as shown:
+                    if shown is not None:
+                        reply = connection.open_prepared(
+                            request, descriptor=descriptor, directory=shown
+                        )
 
             def release() -> None:
                 if reply.lease:
@@ -173,7 +186,7 @@ class Cache:
 
         reply, lease = self._pool.ask(ask, may_start=self.config.autostart)
         name = path or digest[:12]
-        model = prepared_model(reply, name=name, release=lease.release)
+        model = prepared_model(reply, name=name, release=lease.release, directory=directory)
         _note(name, reply.outcome)
         return model
 
@@ -307,6 +320,20 @@ def _lease_of(ask: Callable[[], Granted | None], name: str, connection: Line) ->
         elif granted is not None:
             close_all([granted.descriptor, *granted.allocations])
         raise
+
+
+@contextlib.contextmanager
+def _opened_directory(path: str) -> Iterator[int | None]:
+    """Its descriptor inside the block; None if it cannot be opened."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        yield None
+        return
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _close(descriptors: tuple[OwnDescriptor, ...]) -> None:

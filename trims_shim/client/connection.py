@@ -200,18 +200,19 @@ class Connection:
         return tuple(came[part] for part in range(count))
 
     def open_prepared(
-        self, request: messages.OpenPreparedRequest, *, descriptor: int | None = None
+        self,
+        request: messages.OpenPreparedRequest,
+        *,
+        descriptor: int | None = None,
+        directory: int | None = None,
     ) -> messages.OpenPreparedReply:
-        """Ask for a prepared ONNX model; the descriptor, if any, is offered with the request.
+        """Ask for a prepared ONNX model; the descriptors, if any, are offered with the request.
 
         Never waits for a preparation. Raises as :meth:`open_image`.
         """
         self._asked_under = None
         self._flush_releases()
-        if descriptor is not None:
-            self._ticket += 1
-            self._send_handover(messages.FileOffer(self._ticket), descriptor)
-            request = request._replace(ticket=self._ticket)
+        request = request._replace(ticket=self._offer(descriptor), directory=self._offer(directory))
         if len(codec.encode(request)) > messages.HANDOVER_PACKET_LIMIT_BYTES:
             reply = self._request(request)
         else:
@@ -219,6 +220,14 @@ class Connection:
         if not isinstance(reply, messages.OpenPreparedReply):
             raise WireError(f"{type(reply).__name__} answers OpenPreparedRequest")
         return reply
+
+    def _offer(self, descriptor: int | None) -> int:
+        """Offer what a request will name; its ticket, 0 for nothing."""
+        if descriptor is None:
+            return 0
+        self._ticket += 1
+        self._send_handover(messages.FileOffer(self._ticket), descriptor)
+        return self._ticket
 
     def _exchange_packets(self, request: messages.OpenPreparedRequest) -> Any:
         """Make one round trip over the handover socket, without ZeroMQ."""

@@ -2,12 +2,14 @@
 
 Owns the meaning of an :class:`OpenPreparedReply`. onnxruntime itself reads the files, by path. They
 are used only if they are the very files that the daemon verified (``os.stat`` gives the identities
-in the reply), before onnxruntime opens them and afterwards. A lease keeps them from eviction while
+in the reply), before onnxruntime opens them and afterwards. In another container than the daemon's
+their directory may have another name. A lease keeps them from eviction while
 a session is created or used. Losing it is harmless, because mapped files outlive their names.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable
@@ -57,9 +59,11 @@ class PreparedModel(NamedTuple):
 
 
 def prepared_model(
-    reply: messages.OpenPreparedReply, *, name: str, release: Callable[[], None]
+    reply: messages.OpenPreparedReply, *, name: str, release: Callable[[], None], directory: str
 ) -> PreparedModel:
     """Return the granted model. ``release`` is of the reply's lease, and is called on failure.
+
+    ``directory`` is where this process expects prepared models to be.
 
     Raises NotServed with the reason: ``preparing``, ``unknown``, that of a refusal, or
     ``prepared_changed`` when the files are not the verified ones. Raises WireError for a senseless
@@ -67,7 +71,7 @@ def prepared_model(
     """
     if reply.outcome == "hit":
         try:
-            return _hit(reply, name, release)
+            return _hit(reply, name, release, directory)
         except BaseException:
             release()
             raise
@@ -80,13 +84,14 @@ def prepared_model(
 
 
 def _hit(
-    reply: messages.OpenPreparedReply, name: str, release: Callable[[], None]
+    reply: messages.OpenPreparedReply, name: str, release: Callable[[], None], directory: str
 ) -> PreparedModel:
     if not os.path.isabs(reply.model) or reply.model_identity is None:
         raise WireError(f"a prepared model without a file was granted for {name}")
-    files = {reply.model: reply.model_identity}
+    model = _located(reply.model, reply.model_identity, directory)
+    files = {model: reply.model_identity}
     if reply.weights_identity is not None:
-        files[reply.weights] = reply.weights_identity
+        files[_beside(model, reply.weights)] = reply.weights_identity
 
     def check() -> None:
         for path, identity in files.items():
@@ -94,7 +99,21 @@ def _hit(
 
     check()
     size_bytes = sum(identity.size_bytes for identity in files.values())
-    return PreparedModel(reply.model, reply.key, size_bytes, check, release)
+    return PreparedModel(model, reply.key, size_bytes, check, release)
+
+
+def _located(path: str, identity: Identity, directory: str) -> str:
+    """The daemon's path, unless this file is found in a model's place below ``directory`` only."""
+    ours = os.path.join(directory, *path.split(os.sep)[-2:])
+    for each in (path, ours):
+        with contextlib.suppress(OSError, ValueError):
+            if Identity.from_stat(os.stat(each, follow_symlinks=False)) == identity:
+                return each
+    return path
+
+
+def _beside(model: str, path: str) -> str:
+    return os.path.join(os.path.dirname(model), os.path.basename(path))
 
 
 def _check(path: str, identity: Identity, name: str) -> None:

@@ -33,14 +33,13 @@ from dataclasses import dataclass
 from trims_shim.client.descriptors import OwnDescriptor
 from trims_shim.config import Config, ShareOrSize
 from trims_shim.daemon.prepared.directory import (
-    directory_of,
     examine,
     examined,
     problem_of,
     space_of,
     sync,
 )
-from trims_shim.directories import make
+from trims_shim.directories import directory_of, make
 from trims_shim.errors import RemoteError
 from trims_shim.printable import size
 

@@ -140,6 +140,7 @@ class PrepareRequest(NamedTuple):
     """The one job of a preparer.
 
     ``source`` is the number of an inherited descriptor of the model, ``path`` its name or empty.
+    ``package`` is the directory of the onnxruntime to use; empty for whichever is found.
     ``directory`` is a fresh directory for ``model.onnx`` and ``weights.bin``.
     """
 

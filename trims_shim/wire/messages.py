@@ -236,7 +236,9 @@ class OpenPreparedRequest(NamedTuple):
     ``ticket`` is of the model's open file, or of a memfd with its bytes (then ``path`` is empty).
     0: only look up the content of ``digest``. ``path`` is absolute, as the client found the file.
     ``package`` is the directory of the client's onnxruntime and ``search_path`` its ``sys.path``,
-    from which the preparing process imports it.
+    from which the preparing process imports it. ``directory`` is the ticket of the directory of
+    prepared models as the client sees it, by which one that sees other files than the daemon shows
+    that it sees this one; 0: it is not offered.
     """
 
     ticket: int
@@ -245,6 +247,7 @@ class OpenPreparedRequest(NamedTuple):
     recipe: SessionRecipe
     package: str
     search_path: tuple[str, ...] = ()
+    directory: int = 0
 
 
 class OpenPreparedReply(NamedTuple):
@@ -252,7 +255,8 @@ class OpenPreparedReply(NamedTuple):
 
     ``outcome`` is ``hit``, ``unknown`` (nothing was started), ``preparing`` (by this request or an
     earlier one) or ``refused``, with a short stable ``reason`` and a ``message`` for people. The
-    files of a hit are ``model`` and the weights beside it, with their identities when verified.
+    files of a hit are ``model`` and the weights beside it, as the daemon sees them, with their
+    identities when verified.
     """
 
     outcome: str

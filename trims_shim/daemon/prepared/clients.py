@@ -20,12 +20,19 @@ from trims_shim.wire import messages
 from trims_shim.wire.handover import clipped
 
 __all__ = [
+    "ELSEWHERE",
     "EarlyRequests",
+    "directory_of_model",
     "flight_of",
     "hit_reply",
     "identity_of",
     "refusal_reply",
 ]
+
+
+ELSEWHERE = "elsewhere"
+"""What stands for all directories of clients that see other files, which are no paths here. Their
+models are served if they have no external files."""
 
 
 class EarlyRequests:
@@ -87,8 +94,15 @@ def refusal_reply(reason: str, message: str) -> messages.OpenPreparedReply:
     return messages.OpenPreparedReply("refused", reason=reason, message=clipped(message))
 
 
-def flight_of(message: messages.OpenPreparedRequest, identity: Identity | None) -> Flight:
+def directory_of_model(message: messages.OpenPreparedRequest, *, is_elsewhere: bool) -> str:
+    """Where a model's external files are looked for; empty for a model in memory."""
+    return ELSEWHERE if message.path and is_elsewhere else os.path.dirname(message.path)
+
+
+def flight_of(
+    message: messages.OpenPreparedRequest, identity: Identity | None, directory: str
+) -> Flight:
     """What a request asks for, as far as it is known before the model is hashed."""
     if identity is None or not message.path:
         return message.digest or identity, message.recipe
-    return identity, os.path.dirname(message.path), message.recipe
+    return identity, directory, message.recipe

@@ -15,12 +15,11 @@ from typing import NamedTuple
 
 from trims_shim.config import Config, ShareOrSize
 from trims_shim.daemon.file_systems import is_in_memory
-from trims_shim.directories import existing_parent, roots_problem
+from trims_shim.directories import directory_of, existing_parent, roots_problem
 
 __all__ = [
     "PreparedSettings",
     "Space",
-    "directory_of",
     "examine",
     "examined",
     "problem_of",
@@ -59,7 +58,7 @@ class PreparedSettings(NamedTuple):
         elif not os.path.isabs(os.path.expanduser(config.cache_dir or "/")):
             # The daemon does not know a client's working directory.
             problem = f"TRIMS_CACHE_DIR={config.cache_dir} is not an absolute path"
-        directory = directory_of(config.cache_dir, cache_home=config.cache_home)
+        directory = directory_of(config.cache_dir, cache_home=config.cache_home, name="prepared")
         if len(os.fsencode(directory)) > _DIRECTORY_LIMIT_BYTES:
             problem = (
                 f"{directory[:80]}... is too long a name; set TRIMS_CACHE_DIR to a shorter one"
@@ -81,16 +80,6 @@ class Space(NamedTuple):
     total_bytes: int
     spare_bytes: int
     is_memory: bool
-
-
-def directory_of(cache_dir: str, *, cache_home: str, name: str = "prepared") -> str:
-    """Where prepared models are, by the setting ``cache_dir`` or below the user's cache directory.
-
-    Absolute; the name of a file in it depends on nobody's working directory. Other things that are
-    kept have a directory of another ``name`` beside it.
-    """
-    base = os.path.expanduser(cache_dir) if cache_dir else os.path.join(cache_home, "trims")
-    return os.path.join(os.path.abspath(base), name)
 
 
 def examine(directory: str) -> str:

@@ -1,7 +1,8 @@
-"""Which interpreter a client runs in, by the kernel's word, and which processor this is.
+"""The interpreter that prepares for a client, by the kernel's word, and which processor this is.
 
 Owns the checks before the daemon starts a client's interpreter: same user, same files, a Python.
-What the client says of itself does not count.
+What the client says of itself does not count. For a client that sees other files it is the
+daemon's own.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import contextlib
 import os
 import re
 import sys
+from typing import NamedTuple
 
+from trims_shim import children
 from trims_shim.errors import NotServed
 
-__all__ = ["cpu_identity", "interpreter_of", "namespace_problem"]
+__all__ = ["Interpreter", "cpu_identity", "interpreter_of", "namespace_problem", "our_interpreter"]
 
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*[a-z]?(-[a-z]+)?")
 _LIBRARY = f"libpython{sys.version_info.major}.{sys.version_info.minor}{sys.abiflags}.so"
@@ -40,6 +43,22 @@ _CPU_FIELDS = frozenset(
     }
 )
 """Fields of /proc/cpuinfo, on x86, ARM, POWER, RISC-V and s390, by which code may be chosen."""
+
+
+class Interpreter(NamedTuple):
+    """A Python and its ``sys.path``; ``package`` is its onnxruntime's, empty for any directory."""
+
+    path: str
+    search_path: tuple[str, ...]
+    package: str = ""
+
+
+def our_interpreter() -> Interpreter:
+    """The daemon's own. Raises NotServed (``not_python``)."""
+    try:
+        return Interpreter(children.interpreter(), tuple(children.search_path()))
+    except children.NoInterpreter as error:
+        raise NotServed("not_python", str(error)) from error
 
 
 def interpreter_of(pid: int, uid: int) -> str:

@@ -27,6 +27,7 @@ from trims_shim.daemon.file_systems import has_change_time, is_settled
 from trims_shim.daemon.prepared.directory import space_of
 from trims_shim.daemon.prepared.externals import external_identities, is_private, may_others_write
 from trims_shim.daemon.prepared.files import PreparedFiles, Published
+from trims_shim.daemon.prepared.interpreters import Interpreter
 from trims_shim.daemon.prepared.key import LAYOUT_VERSION
 from trims_shim.daemon.prepared.manifest import FileStamp, Manifest
 from trims_shim.daemon.prepared.preparing import Order
@@ -76,7 +77,9 @@ class Preparer(Protocol):
 class Job:
     """One preparation; owns ``descriptor``. The thread fills in the fields with a default.
 
-    ``known`` is what was learned of the model's files, None for a model that is offered as memory.
+    ``directory`` is where external files are looked for; relative if that is no path of ours, and
+    the model is refused if it has any. ``known`` is what was learned of the model's files, None for
+    a model that is offered as memory.
     ``young`` is external data so new that a change might not have shown. ``due_s`` is when it
     should have ended, by time.monotonic(); infinite before its turn comes.
     """
@@ -85,7 +88,8 @@ class Job:
     descriptor: int
     identity: Identity
     request: messages.OpenPreparedRequest
-    interpreter: str
+    interpreter: Interpreter
+    directory: str
     content: Content | None = None
     key: str = ""
     known: Known | None = None
@@ -285,7 +289,8 @@ class Jobs:
         files = sorted(hashed.externals, key=lambda each: each.location)
         content = Content(hashed.digest, tuple((each.location, each.digest) for each in files))
         if not job.is_memory:
-            directory = os.path.dirname(job.request.path) if files else ""
+            is_elsewhere = not os.path.isabs(job.directory)
+            directory = job.directory if files or is_elsewhere else ""
             identities = tuple(each.identity for each in files)
             if not self._is_ours_alone(job, hashed):
                 place = repr((job.identity, directory, identities))
@@ -355,12 +360,12 @@ def _order(job: Job, directory: str) -> Order:
     request = duties.PrepareRequest(
         protocol=messages.PROTOCOL_VERSION,
         source=job.descriptor,
-        path=asked.path,
+        path=asked.path if os.path.isabs(job.directory) else "",
         recipe=asked.recipe,
-        package=asked.package,
+        package=job.interpreter.package,
         directory=directory,
     )
-    return Order(request, job.interpreter, asked.search_path)
+    return Order(request, job.interpreter.path, job.interpreter.search_path)
 
 
 def _manifest(job: Job, reply: duties.PrepareReply, begun_ns: int) -> Manifest:

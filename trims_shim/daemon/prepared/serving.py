@@ -10,8 +10,9 @@ The directory is scanned after the start; requests that arrive before that are a
 that cannot be used is looked at again later, if somebody asks.
 
 A prepared model is a name that the client opens by itself, so only clients of the daemon's own user
-that see the same files are served. Its files are checked before every answer: a model that is not
-as it was verified is dropped, and made once more.
+that see the same files are served, or at least the directory of prepared models, which they show by
+a descriptor of it. Files are checked before every answer: a model that is not as it was verified is
+dropped, and made once more.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from trims_shim.daemon import clock
 from trims_shim.daemon.front import Front, Request
-from trims_shim.daemon.offers import Offer
+from trims_shim.daemon.offers import Offer, status_of
 from trims_shim.daemon.prepared.clients import (
     EarlyRequests,
+    directory_of_model,
     flight_of,
     hit_reply,
     identity_of,
@@ -40,7 +42,13 @@ from trims_shim.daemon.prepared.clients import (
 from trims_shim.daemon.prepared.directory import PreparedSettings, space_of
 from trims_shim.daemon.prepared.externals import external_identities
 from trims_shim.daemon.prepared.files import PreparedFiles, Published, Scan
-from trims_shim.daemon.prepared.interpreters import cpu_identity, interpreter_of, namespace_problem
+from trims_shim.daemon.prepared.interpreters import (
+    Interpreter,
+    cpu_identity,
+    interpreter_of,
+    namespace_problem,
+    our_interpreter,
+)
 from trims_shim.daemon.prepared.jobs import (
     Ended,
     Hashed,
@@ -65,6 +73,7 @@ from trims_shim.daemon.prepared.values import (
 )
 from trims_shim.daemon.sessions import Session
 from trims_shim.daemon.workers import Workers
+from trims_shim.directories import make
 from trims_shim.errors import (
     AccessDenied,
     DaemonUnavailable,
@@ -159,7 +168,9 @@ class PreparedModels:
         self._published: dict[str, Published] = {}
         self._touched_ns: dict[str, int] = {}
         self._namespaces: dict[int, str] = {}
-        """Why the client of a session is not served; empty if it is."""
+        """Why the client of a session does not see our files; empty if it does."""
+        self._shown: set[int] = set()
+        """The sessions of clients that do not, but have shown the directory to us."""
         self._early = EarlyRequests(front)
         self._cpu = ""
         self._problem = settings.problem
@@ -196,6 +207,7 @@ class PreparedModels:
         """The connection is gone."""
         self._store.close_session(session, time.time_ns())
         self._namespaces.pop(session, None)
+        self._shown.discard(session)
         self._early.close_session(session)
 
     def finish(self) -> None:
@@ -270,11 +282,15 @@ class PreparedModels:
     def _open(
         self, request: Request, message: messages.OpenPreparedRequest
     ) -> messages.OpenPreparedReply | None:
-        # Taken before any check: offers that are left would add up.
-        ticket = message.ticket
-        offer = self._front.take_offer(request, ticket) if ticket else Offer()
         with contextlib.ExitStack() as held:
-            held.enter_context(offer)
+            # Taken before any check: offers that are left would add up.
+            offer, directory = (
+                held.enter_context(self._front.take_offer(request, ticket) if ticket else Offer())
+                for ticket in (message.ticket, message.directory)
+            )
+            if self._is_ours(directory.descriptor):
+                self._shown.add(request.session.number)
+            directory.close()
             opening = _Opening(request, message, offer)
             known = self._recall(opening)
             if known is None or not known.externals:
@@ -290,7 +306,7 @@ class PreparedModels:
             self._check(opening.session, path)
             identity = identity_of(opening.offer)
             if identity is not None and path:
-                return self._store.recall(identity, os.path.dirname(path))
+                return self._store.recall(identity, self._directory_of(opening))
         return None
 
     def _on_looked_up(self, event: _LookUp) -> None:
@@ -326,11 +342,32 @@ class PreparedModels:
             raise NotServed("prepared_off", f"there are no prepared models: {self._problem}")
         if session.peer.uid != os.geteuid():
             raise NotServed("other_user", "prepared models are for the daemon's own user only")
+        problem = self._namespace_problem(session)
+        if problem and session.number not in self._shown:
+            with contextlib.suppress(OSError):
+                make(self._settings.directory)  # so that it can be shown
+            shared = f"it would have to share {self._settings.directory} (TRIMS_CACHE_DIR)"
+            raise NotServed("other_namespace", f"{problem}; {shared}")
+
+    def _namespace_problem(self, session: Session) -> str:
         problem = self._namespaces.get(session.number)
         if problem is None:
             problem = self._namespaces[session.number] = namespace_problem(session.peer.pid)
-        if problem:
-            raise NotServed("other_namespace", problem)
+        return problem
+
+    def _directory_of(self, opening: _Opening) -> str:
+        is_elsewhere = bool(self._namespace_problem(opening.session))
+        return directory_of_model(opening.message, is_elsewhere=is_elsewhere)
+
+    def _is_ours(self, descriptor: int) -> bool:
+        """Whether it is of our directory: then whoever has it could find our files."""
+        if descriptor < 0:
+            return False
+        try:
+            found, ours = status_of(descriptor).identity, os.stat(self._settings.directory)
+        except OSError:
+            return False
+        return (found.device, found.inode) == (ours.st_dev, ours.st_ino)
 
     def _look_again(self) -> None:
         """What was wrong with the directory may have been mended."""
@@ -347,7 +384,7 @@ class PreparedModels:
         self._drop_if_damaged(key)
         asking = Asking(
             opening.session.number,
-            flight_of(message, identity),
+            flight_of(message, identity, self._directory_of(opening)),
             key,
             message.path,
             message.recipe.runtime[:RUNTIME_LIMIT],
@@ -402,15 +439,23 @@ class PreparedModels:
 
     def _begin(self, opening: _Opening, job: int, identity: Identity) -> None:
         """Raises NotServed if there is no interpreter to prepare with, or no memory to wait in."""
-        peer = opening.session.peer
         try:
-            interpreter = interpreter_of(peer.pid, peer.uid)
+            interpreter = self._interpreter_for(opening)
             if not opening.message.path:
                 self._check_memory(identity.size_bytes)
         except NotServed:
             self._store.unwanted(job)
             raise
-        self._jobs.start(Job(job, opening.offer.take(), identity, opening.message, interpreter))
+        directory = self._directory_of(opening)
+        descriptor = opening.offer.take()
+        self._jobs.start(Job(job, descriptor, identity, opening.message, interpreter, directory))
+
+    def _interpreter_for(self, opening: _Opening) -> Interpreter:
+        peer, message = opening.session.peer, opening.message
+        if self._namespace_problem(opening.session):
+            return our_interpreter()
+        path = interpreter_of(peer.pid, peer.uid)
+        return Interpreter(path, message.search_path, message.package)
 
     def _check_memory(self, size_bytes: int) -> None:
         """Models that were offered as memory stay there until they are prepared."""

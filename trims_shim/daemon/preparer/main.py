@@ -254,15 +254,17 @@ def _check_runtime(request: PrepareRequest) -> None:
     except Exception as error:
         raise Refusal(
             "not_importable",
-            f"{sys.executable} cannot import {request.package}: {type(error).__name__}: {error}",
+            f"{sys.executable} cannot import {request.package or 'onnxruntime'}: "
+            f"{type(error).__name__}: {error}",
             is_lasting=False,
         ) from error
     recipe = request.recipe
-    is_there = os.path.realpath(found.package) == os.path.realpath(request.package)
+    wanted = request.package or found.package
+    is_there = os.path.realpath(found.package) == os.path.realpath(wanted)
     if not is_there or (found.runtime, found.build) != (recipe.runtime, recipe.build):
         raise Refusal(
             "other_onnxruntime",
             f"{found.package} has {found.runtime} ({found.build}), and the client has "
-            f"{recipe.runtime} ({recipe.build}) from {request.package}",
+            f"{recipe.runtime} ({recipe.build}) from {request.package or 'its own files'}",
             is_lasting=False,
         )

@@ -1,0 +1,121 @@
+"""Prepared ONNX models between containers. They share the sockets and the directory of prepared
+models, under another name, but neither process ids nor the names of other files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+import onnx_models
+import pytest
+from harness import World
+
+from faults.prepared_worlds import (
+    Sessions,
+    evict,
+    expected,
+    model,
+    prepare,
+    rows,
+    sessions,
+    settled,
+)
+
+_APART = ("unshare", "--fork", "--kill-child", "--pid", "--mount-proc", "--mount")
+# The directory $0 is called $1 there, and in $2 there are other files of the same names.
+_MOVE = (
+    'mount --bind "$0" "$1" && mount -t tmpfs tmpfs "$0" && cp -r "$2/." "$0" && '
+    'mount -t tmpfs tmpfs "$2" && cp -r "$0/." "$2" && shift 2 && exec "$@"'
+)
+
+
+class Container:
+    """``models`` are copies there; elsewhere they have the same names."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.cache = os.path.join(world.root, "cache-there")
+        self.models = os.path.join(world.root, "copied")
+        for each in (world.settings["cache_dir"], self.cache, self.models):
+            os.mkdir(each, 0o700)
+        world.start()
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        there = (self.world.settings["cache_dir"], self.cache, self.models)
+        return (*_APART, "sh", "-c", _MOVE, *there)
+
+    def sessions(self, **settings: str) -> Sessions:
+        settings = {"cache_dir": self.cache, "autostart": "0", **settings}
+        return sessions(self.world, prefix=self.prefix, **settings)
+
+
+@pytest.fixture
+def container(prepared_world: World) -> Container:
+    container = Container(prepared_world)
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare command")
+    done = subprocess.run(
+        [*container.prefix, "true"], capture_output=True, text=True, timeout=60, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"no new namespaces: {done.stderr.strip()}")
+    return container
+
+
+def test_a_model_of_another_container_is_prepared_and_served(container: Container) -> None:
+    world = container.world
+    path = model(world, name="copied/m.onnx")
+    right = expected(world, path)[0]
+    client = container.sessions()
+    assert client.create(path) == (right, False)
+    assert client.fallbacks() == {"preparing": 1}
+    assert settled(world) == {"ready": 1}
+    assert client.create(path) == (right, True)
+    assert client.run() == [right] * 2
+    (row,) = rows(world)
+    assert row.leases == 1
+    # Equal content is prepared once, whoever has it.
+    ours = sessions(world)
+    assert ours.create(path) == (right, False)
+    settled(world)
+    assert ours.create(path) == (right, True)
+    assert world.status().counters["prepared_made"] == 1
+
+
+def test_what_was_prepared_here_is_served_there(container: Container) -> None:
+    world = container.world
+    path = model(world)
+    right = expected(world, path)[0]
+    prepare(world, path)
+    assert container.sessions().create(path) == (right, True)
+
+
+def test_who_does_not_see_the_prepared_models_gets_none(container: Container) -> None:
+    world = container.world
+    path = model(world)
+    right = expected(world, path)[0]
+    prepare(world, path)
+    os.mkdir(os.path.join(container.models, "prepared"))
+    for other in (container.models, os.path.join(world.root, "nowhere")):
+        client = container.sessions(cache_dir=other)
+        assert client.create(path) == (right, False)
+        assert client.fallbacks() == {"other_namespace": 1}
+
+
+def test_external_data_are_not_looked_for_there(container: Container) -> None:
+    """By their names they would be other files here."""
+    world = container.world
+    path = os.path.join(world.root, "m.onnx")
+    onnx_models.save_external(onnx_models.perceptron(3, width=256))(path)
+    right = expected(world, path)[0]
+    client = container.sessions()
+    assert client.create(path) == (right, False)
+    assert settled(world) == {"external_data_of_bytes": 1}
+    assert client.create(path) == (right, False)
+    assert client.fallbacks() == {"preparing": 1, "external_data_of_bytes": 1}
+    # Nobody else takes the model for one without.
+    prepare(world, path)
+    assert sessions(world).create(path) == (right, True)
+    evict(world)
