@@ -308,6 +308,24 @@ def test_evict_from_one_tier(words: list[str], tier: str, requests: list[Any]) -
 
 
 @pytest.mark.usefixtures("daemon")
+def test_evict_says_what_prepared_models_cannot_be_removed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Found: of a directory that had become read-only, only the daemon's log told."""
+
+    def request(_: Cache, message: Any) -> Any:
+        if isinstance(message, EvictPreparedRequest):
+            raise NoSpace("1 of 1 prepared models cannot be removed")
+        return EvictImageReply(("a" * 64,), GIB) if isinstance(message, EvictImageRequest) else None
+
+    monkeypatch.setattr(Cache, "request", request)
+    assert main(["evict", "--all", "--json"]) == Exit.FAILED
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["digests"] == ["a" * 64]
+    assert "prepared models cannot be removed" in captured.err
+
+
+@pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize("where", [("--device", "host"), ("--device", ""), ("--tier", "")])
 def test_evict_from_a_device_that_is_none(
     where: tuple[str, str], requests: list[Any], capsys: pytest.CaptureFixture[str]

@@ -1416,7 +1416,8 @@ class TestEviction:
         size_bytes = world.row().size_bytes
         with monkeypatch.context() as patch:
             patch.setattr(os, "rename", _refuse_to_write)
-            assert evict() == admin.EvictPreparedReply((), 0)
+            with pytest.raises(NoSpace, match=r"1 of 1 prepared models cannot be removed from /"):
+                evict()
             world.end_aside()
         assert world.prepared.storage().resident_bytes == size_bytes
         assert world.counters["prepared_dropped"] == 0

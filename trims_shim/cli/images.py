@@ -30,6 +30,7 @@ from trims_shim.errors import (
     DaemonUnavailable,
     DriverFailure,
     FormatError,
+    NoSpace,
     NotServed,
     TrimsError,
     UnknownDevice,
@@ -291,7 +292,7 @@ def evict(arguments: argparse.Namespace) -> Exit:
         raise UnknownImage("no image has an empty name; `trims evict --all` drops every one")
     name = "" if arguments.all else _name_of(arguments.image)
     tier = _tier_of(arguments)
-    images, prepared = _evict(name, tier)
+    images, prepared, problem = _evict(name, tier)
     if arguments.json:
         keys = {"prepared": prepared.keys, "prepared_freed_bytes": prepared.freed_bytes}
         print_json(codec.plain(images) | keys)
@@ -303,14 +304,22 @@ def evict(arguments: argparse.Namespace) -> Exit:
         if arguments.all and (left := _at(tier)):
             text += f" ({counted(len(left), 'image')} pinned or in use)"
         print(text)
+    if problem is not None:
+        raise problem
     return Exit.OK
 
 
-def _evict(name: str, tier: str) -> tuple[admin.EvictImageReply, admin.EvictPreparedReply]:
-    """A name may mean an image, a prepared model, or both; prepared models are at no tier."""
-    images, prepared = (
+def _evict(
+    name: str, tier: str
+) -> tuple[admin.EvictImageReply, admin.EvictPreparedReply, NoSpace | None]:
+    """A name may mean an image, a prepared model, or both; prepared models are at no tier.
+
+    Where images were evicted, and prepared models could not be: with the error, not by raising it.
+    """
+    images, prepared, problem = (
         admin.EvictImageReply((), 0),
         admin.EvictPreparedReply((), 0),
+        None,
     )
     unknown: list[TrimsError] = []
     try:
@@ -322,9 +331,13 @@ def _evict(name: str, tier: str) -> tuple[admin.EvictImageReply, admin.EvictPrep
             prepared = cache().request(admin.EvictPreparedRequest(name))
         except (UnknownImage, AccessDenied) as error:  # another user's daemon prepares none for us
             unknown.append(error)
+        except NoSpace as error:
+            if not images.digests:
+                raise
+            problem = error
     if len(unknown) == (1 if tier else 2):
         raise unknown[0]
-    return images, prepared
+    return images, prepared, problem
 
 
 def _at(tier: str) -> list[str]:

@@ -78,6 +78,7 @@ from trims_shim.errors import (
     AccessDenied,
     DaemonUnavailable,
     MalformedMessage,
+    NoSpace,
     NotServed,
     TooManyRequests,
 )
@@ -430,7 +431,14 @@ class PreparedModels:
             self._do_aside(self._files.touch, key, self._store.used_ns(key))
 
     def _evict(self, text: str) -> admin.EvictPreparedReply:
-        dropped = self._execute(self._store.evict(text))
+        actions = self._store.evict(text)
+        dropped = self._execute(actions)
+        meant = sum(isinstance(each, DropEntry) for each in actions)
+        if len(dropped) < meant:
+            raise NoSpace(
+                f"{meant - len(dropped)} of {meant} prepared models cannot be removed from "
+                f"{self._settings.directory}; is it read-only? See the daemon's log"
+            )
         return admin.EvictPreparedReply(
             tuple(each.key for each in dropped), sum(each.size_bytes for each in dropped)
         )
