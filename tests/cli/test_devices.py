@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from trims_shim import api, inspection
+from trims_shim._version import __version__
 from trims_shim.children import NoAnswer
 from trims_shim.cli import devices, images, info, status, top
 from trims_shim.cli.exits import Exit
@@ -30,6 +32,7 @@ from trims_shim.wire.admin import (
     ImageStatus,
     MemoryStatus,
 )
+from trims_shim.wire.endpoint import Endpoint
 
 from .conftest import Trims
 
@@ -162,6 +165,23 @@ def test_status_shows_devices_and_tiers(capsys: pytest.CaptureFixture[str]) -> N
         ("a", "host"),
         ("b", "GPU-8f6c2d1e"),
     ]
+
+
+@pytest.mark.parametrize(("package", "is_told"), [("0.0.1", True), (__version__, False)])
+def test_status_tells_of_another_version(
+    daemon: Callable[[GetStatusReply], None],
+    package: str,
+    is_told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Found: after an upgrade under a daemon, only those whose models were refused were told."""
+    monkeypatch.setattr(Endpoint, "owner", lambda _: os.geteuid())
+    daemon(PLAIN._replace(package=package))
+    assert main(["status"]) == Exit.OK
+    shown = " ".join(capsys.readouterr().out.split())
+    advice = "started, until it is started anew: `trims stop`, or restart its service"
+    assert (advice in shown) == is_told
 
 
 def test_status_without_devices(

@@ -155,7 +155,7 @@ def test_status_json_without_a_daemon(trims: Trims) -> None:
 def test_status_tells_that_the_daemon_has_other_settings(warmed: Trims) -> None:
     shown = " ".join(warmed("status", TRIMS_HOST_BYTES="32M").stdout.split())
     assert "not those the daemon was started with" in shown
-    assert "`trims stop`" in shown
+    assert "`trims stop`. If it is a service, change them there, and restart it" in shown
     found = json.loads(warmed("status", "--json", TRIMS_HOST_BYTES="32M").stdout)
     assert not found["has_this_shells_settings"]
 

@@ -365,6 +365,7 @@ class TestDistrust:
         assert reply is not None
         assert (reply.reason, reply.is_lasting) == ("preparer_not_started", False)
         assert "another trims_shim was installed under the daemon" in reply.message
+        assert "run `trims stop`, or restart its service" in reply.message
 
 
 class TestClose:

@@ -579,7 +579,7 @@ def test_another_version_that_was_installed_under_the_daemon(
     monkeypatch.setattr(children, "PACKAGE_DIRECTORY", str(tmp_path))
     harness.uploader.start()
     assert harness.uploader.pid is None
-    with pytest.raises(DriverFailure, match="another trims_shim was installed under the daemon"):
+    with pytest.raises(DriverFailure, match="under the daemon; run `trims stop`, or restart"):
         harness.upload(source)
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from trims_shim._version import __version__
 from trims_shim.cli.devices import account, device_lines, image_count, short
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.prepared import RIGHT, counts, prepared_lines, prepared_table
@@ -48,7 +49,13 @@ __all__ = [
 
 RESTART_HINT = (
     "the daemon-side settings of this shell are not those the daemon was started with (which ones "
-    "differ is not known); a daemon that is started anew has them: `trims stop`"
+    "differ is not known); a daemon that is started anew has them: `trims stop`. If it is a "
+    "service, change them there, and restart it"
+)
+_UPGRADE_HINT = (
+    f"this command is of trims_shim {__version__}; if that was installed over the daemon's, no "
+    "further models are prepared and no uploaders started, until it is started anew: `trims stop`, "
+    "or restart its service"
 )
 TITLES = ("DIGEST", "SIZE", "TIER", "LEASES", "HITS", "USED", "NAMES")
 _IMAGES_SHOWN = 20
@@ -193,9 +200,11 @@ def others(reply: GetStatusReply) -> list[ClientStatus]:
 def _show(reply: GetStatusReply) -> None:
     print("\n".join(headline(reply)))
     print(f"socket    {cache().endpoint.directory}")
-    is_other = reply.config_hash != cache().config.daemon_hash()
-    if is_other and cache().endpoint.owner() == os.geteuid():  # not another's, with settings of his
-        print("\n".join(_wrapped(f"note      {RESTART_HINT}")))
+    if cache().endpoint.owner() == os.geteuid():  # not another's, with settings of his
+        if reply.config_hash != cache().config.daemon_hash():
+            print("\n".join(_wrapped(f"note      {RESTART_HINT}")))
+        if reply.package != __version__:
+            print("\n".join(_wrapped(f"note      {_UPGRADE_HINT}")))
     print(f"\n{printable(image_count(reply))}")
     if reply.images:
         print(_images(reply.images[:_IMAGES_SHOWN], reply.now_ns))

@@ -165,7 +165,7 @@ class Uploader:
                 # What it puts on the device, and how, may not be what our clients expect.
                 raise DriverFailure(
                     f"the uploader of {self.device} cannot be started: another trims_shim was "
-                    "installed under the daemon; run `trims stop`"
+                    "installed under the daemon; run `trims stop`, or restart its service"
                 )
             try:
                 process = self._process = _Process(

@@ -44,6 +44,7 @@ _END_PATIENCE_S = 5.0
 _PATH_LIMIT = 4096
 _FILE_SHARE = 0.45
 """Of the disk's free bytes: there are two large files at a time, and some should stay free."""
+_ADVICE = "run `trims stop`, or restart its service"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
 # Imports this very package, whatever the client's interpreter would find under its name, and
@@ -121,11 +122,11 @@ class Preparer:
             return _failed("stopping", "the daemon is stopping")
         if not _has_package():
             # An environment of one run (`uv run --with`), or a cache that was cleaned.
-            message = f"{PACKAGE_DIRECTORY} was removed under the daemon; run `trims stop`"
+            message = f"{PACKAGE_DIRECTORY} was removed under the daemon; {_ADVICE}"
             return _failed("preparer_not_started", message)
         if not _is_its_version():
             # What it makes would get the name of what ours makes, or it would not understand us.
-            message = "another trims_shim was installed under the daemon; run `trims stop`"
+            message = f"another trims_shim was installed under the daemon; {_ADVICE}"
             return _failed("preparer_not_started", message)
         try:
             # Not under the lock: it may hang, as the interpreter may be on a server that is gone.
