@@ -152,8 +152,9 @@ class AwaitedReply:
             elif isinstance(result.error, StopIteration | asyncio.CancelledError):
                 # A future refuses StopIteration; with CancelledError its caller would seem
                 # cancelled.
-                raised = type(result.error).__name__
-                future.set_exception(RuntimeError(f"the batch function raised {raised}"))
+                told = RuntimeError(f"the batch function raised {result.error!r}")
+                told.__cause__ = result.error
+                future.set_exception(told)
             else:
                 future.set_exception(result.error)
         except RuntimeError:
