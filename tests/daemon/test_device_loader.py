@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from blake3 import blake3
@@ -18,6 +18,7 @@ from device_images import MIB, safetensors
 from emulated_cuda import Emulated
 from harness import PATIENCE_S, World, wait_until
 
+from trims_shim.daemon import loader
 from trims_shim.daemon.device import uploading
 from trims_shim.daemon.device.account import Shortage
 from trims_shim.daemon.device.loader import DeviceLoader
@@ -221,6 +222,34 @@ def test_nobody_waits_for_the_start_of_the_next_uploader(
     assert harness.loader.uploader.pid in (None, first)
     may_start.set()
     wait_for_another(harness.loader.uploader, first)
+
+
+def test_the_end_does_not_wait_for_an_uploader_that_hangs_as_it_starts(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: with the disk that its interpreter was on, the daemon that was to end hung."""
+    is_starting, may_start = threading.Event(), threading.Event()
+
+    def hang(*_: Any) -> NoReturn:
+        is_starting.set()
+        may_start.wait(PATIENCE_S)
+        raise OSError
+
+    harness.loader.discard(harness.load().ingest)
+    harness.loader.uploader._idle_s = 0.0
+    monkeypatch.setattr(uploading, "_launch", hang)
+    for module in (loader, uploading):
+        monkeypatch.setattr(module, "_END_PATIENCE_S", 0.1)
+    harness.loader.tend()
+    assert is_starting.wait(PATIENCE_S)
+    ending = threading.Thread(target=harness.loader.close)
+    ending.start()
+    ending.join(PATIENCE_S / 4)
+    has_ended = not ending.is_alive()
+    may_start.set()
+    ending.join()
+    harness.loader._aside.shutdown()
+    assert has_ended
 
 
 class TestErrors:

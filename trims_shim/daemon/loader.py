@@ -51,6 +51,8 @@ _logger = logging.getLogger("trims_shim.daemon")
 CONCURRENT_LOADS = 4
 _STUCK_AFTER_S = 5.0
 """A load without progress for this long does not count as one of them."""
+_END_PATIENCE_S = 10.0
+"""Longer than other work is waited for: it may have started a process that hangs."""
 _POLL_S = 0.05
 
 
@@ -250,7 +252,10 @@ class Loads(abc.ABC, Generic[_Segment]):
 
     def close(self) -> None:
         """Wait for the loads that are not stuck, then give up every segment."""
-        self._aside.shutdown(wait=True)
+        if isinstance(self._aside, Workers):
+            self._aside.shutdown(patience_s=_END_PATIENCE_S)
+        else:
+            self._aside.shutdown(wait=True)
         self._pool.shutdown(wait=False, cancel_futures=True)
         while healthy := self._healthy():
             wait(healthy, timeout=_POLL_S)

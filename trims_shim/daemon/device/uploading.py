@@ -148,10 +148,17 @@ class Uploader:
             self._lock.release()
 
     def close(self) -> None:
-        """End the process, jobs and memory included; returns when it is gone."""
-        with self._lock:
-            self._is_closed = True
+        """End the process, jobs and memory included; returns when it is gone.
+
+        One that hangs as it is started is not waited for: it ends with this process.
+        """
+        self._is_closed = True
+        if not self._lock.acquire(timeout=_END_PATIENCE_S):
+            return
+        try:
             process, self._process = self._process, None
+        finally:
+            self._lock.release()
         if process is not None:
             process.end()
             process.join()
