@@ -203,6 +203,15 @@ def test_jobs_do_not_wait_for_loads(harness: Harness) -> None:
     assert results == [42]
 
 
+def test_no_thread_is_woken_where_no_uploader_is_idle(harness: Harness) -> None:
+    """Found: one was in each second, also where there was no uploader."""
+    harness.loader.tend()
+    assert harness.loader._retiring is None
+    harness.loader.discard(harness.load().ingest)
+    harness.loader.tend()
+    assert harness.loader._retiring is None
+
+
 def test_nobody_waits_for_the_start_of_the_next_uploader(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

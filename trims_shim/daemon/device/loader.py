@@ -187,8 +187,9 @@ class DeviceLoader(Loads[DeviceSegment]):
     def tend(self) -> None:
         """See :meth:`Loads.tend`."""
         super().tend()
-        # Not here: starting the next process may hang, with the disk that its interpreter is on.
-        if self._retiring is None or self._retiring.done():
+        is_retiring = self._retiring is not None and not self._retiring.done()
+        if not is_retiring and any(each.is_idle() for each in self._uploaders()):
+            # Not here: starting the next process may hang, with the disk its interpreter is on.
             self._retiring = self._aside.submit(self._retire_uploaders)
 
     def close(self) -> None:

@@ -127,8 +127,15 @@ class Uploader:
         process = self._process
         return None if process is None or process.is_dead else process.pid
 
+    def is_idle(self) -> bool:
+        """Whether a process has worked and has been idle for a while. Never waits."""
+        process = self._process
+        if process is None or process.inboxes or process.memory or not process.has_worked:
+            return False
+        return time.monotonic() - process.idle_since_s >= self._idle_s
+
     def retire_if_idle(self) -> None:
-        """Replace a process that has worked and has been idle for a while by a new one.
+        """Replace a process for which :meth:`is_idle` holds by a new one.
 
         The old one's context goes, and the next job need not wait for a process to start.
         Call it now and then; it never waits for the lock, but for the new process to start.
@@ -137,9 +144,7 @@ class Uploader:
             return
         try:
             process = self._process
-            if process is None or process.inboxes or process.memory or not process.has_worked:
-                return
-            if time.monotonic() - process.idle_since_s >= self._idle_s:
+            if process is not None and self.is_idle():
                 self._process = None
                 process.end()
                 with contextlib.suppress(DriverFailure):  # the next job tries again
