@@ -421,14 +421,17 @@ class TestShortage:
         harness.loader.discard(finished.ingest)
 
     def test_not_when_there_is_nothing_to_give_up(
-        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
+        """Found: the driver's refusal was not in the log, as its other errors are."""
         tries = self.fill(harness, monkeypatch, 99)
         harness.start()
         self.shortage(harness).answer(is_relieved=False)
         assert isinstance(harness.finish().error, NoSpace)
         assert len(tries) == 1
         assert harness.loader.allocated_bytes() == 0
+        device = harness.loader.memory.device
+        assert caplog.messages == [f"/model cannot be put on {device}: full"]
 
     def test_not_for_ever(self, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
         """Somebody else takes what we give up."""

@@ -228,7 +228,11 @@ class DeviceLoader(Loads[DeviceSegment]):
             known = self._known(load)
             if known is not None:
                 return known, None
-        segment, computed = self._with_room(load, lambda: self._upload(load))
+        try:
+            segment, computed = self._with_room(load, lambda: self._upload(load))
+        except NoSpace as error:
+            self._warn(f"{load.opening.name} cannot be put on {self.memory.device}", error)
+            raise
         try:
             is_settled = bool(load.digest) or load.check_unchanged()
         except BaseException:
