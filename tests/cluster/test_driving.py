@@ -385,6 +385,27 @@ def test_an_actor_that_cannot_be_made_is_made_again(
         world.driver.stop(0)
 
 
+def test_an_actor_that_ray_refuses_to_make_is_made_later(
+    make: Maker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found: that ended the service, whose other devices were well."""
+    errors = pytest.importorskip("ray.exceptions", reason="Ray is not installed")
+    world = make([], placed((SMALL, 1, 10.0)))
+    refusals = iter([ConnectionError("Ray does not answer")])
+
+    def start(number: int) -> _Actor:
+        for error in refusals:
+            raise error
+        return world.start(number)
+
+    monkeypatch.setattr(world.driver, "_start", start)
+    answers = iter([errors.ActorDiedError()])
+    request = world.ask(lambda limit_ms: next(answers, ("again",)))
+    assert request.result(PATIENCE_S) == "again"
+    assert world.made == [0]
+    assert "no other actor for device 0 (gpu), it is tried again: ConnectionError" in caplog.text
+
+
 def test_a_load_whose_error_cannot_be_unpickled_has_failed(
     make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,9 +166,8 @@ class Driver:
 
     def _settle(self, now_ns: int) -> None:
         for device in self._fleet.begin_loads(now_ns):
-            if device.number in self._ended:
-                self._actors[device.number] = self._start(device.number)
-                self._ended.remove(device.number)
+            if device.number in self._ended and not self._start_anew(device, now_ns):
+                continue
             self._ask(
                 device, "load", device.load, device.option, then=partial(self._loaded, device)
             )
@@ -177,6 +176,19 @@ class Driver:
             self.started.set_result(None)
         if self._replanner is not None and not self._is_planning and self._replanner.is_due(now_ns):
             self._plan(now_ns, self._replanner)
+
+    def _start_anew(self, device: Device, now_ns: int) -> bool:
+        """Make another actor for a device; if that fails, it is lost, and it is tried again."""
+        try:
+            self._actors[device.number] = self._start(device.number)
+        # Border: Ray may refuse for a while; the other devices go on.
+        except Exception as error:
+            text = "no other actor for device %d (%s), it is tried again: %r"
+            _logger.warning(text, device.number, device.kind, error)
+            self._fleet.lost(device, device.load, now_ns)
+            return False
+        self._ended.remove(device.number)
+        return True
 
     def _end(self, error: TrimsError) -> None:
         with self._lock:
