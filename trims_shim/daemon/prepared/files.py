@@ -16,7 +16,8 @@ another layout have other keys; it serves none of them, but they count, and go a
 
 Several daemons may share a directory. Each holds a shared flock on it while it lives. A daemon that
 gets an exclusive one is alone, and deletes what others have left half made. Methods may be called
-from any thread; all of them block, :meth:`Published.is_sound` and :meth:`retire` only briefly.
+from any thread; all of them block, :meth:`Published.is_sound`, :meth:`has` and :meth:`retire` only
+briefly.
 """
 
 from __future__ import annotations
@@ -214,6 +215,10 @@ class PreparedFiles:
         except (TrimsError, OSError) as error:
             _logger.warning("prepared model %s is not used: %s", key[:12], error)
             return None
+
+    def has(self, key: str) -> bool:
+        """Whether a key has a model, sound or not."""
+        return os.path.lexists(os.path.join(self.directory, key))
 
     def add_source(self, key: str, known: Known) -> None:
         """Write down one more file that holds the model of an entry or a refusal."""

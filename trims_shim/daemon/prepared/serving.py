@@ -417,11 +417,18 @@ class PreparedModels:
         if found is not None:
             # Another daemon has dropped it, and made it again.
             self._published[key] = found
-        else:
+            return
+        if self._files.has(key):
             _logger.warning("prepared model %s is damaged; it is dropped", key[:12])
             self._front.counters["prepared_damaged"] += 1
-            del self._published[key]
-            self._execute(self._store.lose(key))
+        del self._published[key]
+        self._execute(self._store.lose(key))
+
+    def _forget_gone(self) -> None:
+        """Another daemon may have evicted models that we still count."""
+        for key in self._store.entry_keys():
+            if not self._files.has(key):
+                self._execute(self._store.lose(key))
 
     def _touch(self, key: str) -> None:
         """Tell later daemons which models were used last."""
@@ -431,6 +438,7 @@ class PreparedModels:
             self._do_aside(self._files.touch, key, self._store.used_ns(key))
 
     def _evict(self, text: str) -> admin.EvictPreparedReply:
+        self._forget_gone()
         actions = self._store.evict(text)
         dropped = self._execute(actions)
         meant = sum(isinstance(each, DropEntry) for each in actions)
@@ -502,6 +510,7 @@ class PreparedModels:
         if event.found is not None and job.key not in self._published:
             self._adopt(event.found._replace(used_ns=time.time_ns()))
             self._execute(self._store.fit())
+        self._forget_gone()
         verdict = self._store.hashed(
             job.number,
             job.key,

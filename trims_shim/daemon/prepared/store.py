@@ -249,6 +249,10 @@ class PreparedStore:
         """Whether anybody leases anything, or something is being prepared."""
         return bool(self._leases or self._jobs)
 
+    def entry_keys(self) -> list[str]:
+        """The keys of all entries."""
+        return list(self._entries)
+
     def resident_bytes(self) -> int:
         """The bytes of all entries."""
         return sum(entry.size_bytes for entry in self._entries.values())
