@@ -1401,6 +1401,27 @@ class TestEviction:
         world.make(paths[2])
         assert world.counters["prepared_damaged"] == 0, "it was meant to go"
 
+    def test_what_cannot_be_looked_at_stays(
+        self, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        paths = [tmp_path / f"{number}.onnx" for number in range(2)]
+        for path in paths:
+            path.write_bytes(path.name.encode() * 100)
+        world.make(paths[0])
+        (first,) = world.files()
+        lstat = os.lstat
+
+        def failing(path: Any, **keywords: Any) -> os.stat_result:
+            if path == str(world.directory / first):
+                raise OSError(errno.EIO, "the disk")
+            return lstat(path, **keywords)
+
+        monkeypatch.setattr(prepared_files.os, "lstat", failing)
+        world.make(paths[1])
+        monkeypatch.undo()
+        assert [world.outcome(path) for path in paths] == ["hit", "hit"]
+        assert len(world.preparer.orders) == 2
+
     def test_what_another_daemon_has_evicted_takes_no_room(
         self, make_world: Callable[..., World], tmp_path: Path
     ) -> None:

@@ -217,8 +217,14 @@ class PreparedFiles:
             return None
 
     def has(self, key: str) -> bool:
-        """Whether a key has a model, sound or not."""
-        return os.path.lexists(os.path.join(self.directory, key))
+        """Whether a key has a model, sound or not; also where that cannot be found out."""
+        try:
+            os.lstat(os.path.join(self.directory, key))
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return True
 
     def add_source(self, key: str, known: Known) -> None:
         """Write down one more file that holds the model of an entry or a refusal."""
