@@ -62,9 +62,16 @@ class FakePreparer:
                 return PrepareReply(reason="stopping", is_lasting=False)
         request = order.request
         model = os.pread(request.source, 1 << 30, 0)
+        offered = None if request.externals is None else dict(request.externals)
+        if offered is not None and not offered.keys() >= set(self.externals):
+            return PrepareReply(reason="external_missing", is_lasting=False)
         directory = os.path.dirname(request.path)
         hashed = duties.SourceHashed(
-            digest_of(model), tuple(_external(directory, each) for each in self.externals)
+            digest_of(model),
+            tuple(
+                _external(directory, each) if offered is None else _offered(each, offered[each])
+                for each in self.externals
+            ),
         )
         self.verdicts.append(decide(hashed))
         if not self.verdicts[-1]:
@@ -81,6 +88,11 @@ class FakePreparer:
 
     def close(self) -> None:
         self.is_closed = True
+
+
+def _offered(location: str, descriptor: int) -> ExternalFile:
+    path = f"/proc/self/fd/{descriptor}"
+    return ExternalFile(location, path, digest_of(Path(path).read_bytes()), identity_of(path))
 
 
 def _external(directory: str, location: str) -> ExternalFile:

@@ -32,7 +32,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from itertools import count
@@ -528,13 +528,12 @@ class _Line:
         *,
         descriptor: int | None = None,
         directory: int | None = None,
+        externals: Mapping[str, int] | None = None,
     ) -> messages.OpenPreparedReply:
-        tickets = [0, 0]
-        for place, offered in enumerate((descriptor, directory)):
-            if offered is not None:
-                self._offer(messages.FileOffer(self._ticket + 1), offered)
-                tickets[place] = self._ticket
-        request = request._replace(ticket=tickets[0], directory=tickets[1])
+        # This daemon sees what its client sees: nothing has to be shown.
+        if descriptor is not None:
+            self._offer(messages.FileOffer(self._ticket + 1), descriptor)
+            request = request._replace(ticket=self._ticket)
         reply = self.request(request)
         if not isinstance(reply, messages.OpenPreparedReply):
             raise WireError(f"{type(reply).__name__} answers OpenPreparedRequest")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -167,14 +168,21 @@ class Line:
         self.answer = answer
         self.asked: list[tuple[Any, int | None]] = []
         self.shown: list[os.stat_result | None] = []
+        self.externals: list[dict[str, int]] = []
         self.released: list[int] = []
         self.is_open = True
 
     def open_prepared(
-        self, request: Any, *, descriptor: int | None = None, directory: int | None = None
+        self,
+        request: Any,
+        *,
+        descriptor: int | None = None,
+        directory: int | None = None,
+        externals: Mapping[str, int] | None = None,
     ) -> Any:
         self.asked.append((request, descriptor))
         self.shown.append(None if directory is None else os.fstat(directory))
+        self.externals.append(dict(externals or {}))
         return self.answer(request)
 
     def release(self, lease: int) -> None:
@@ -242,13 +250,15 @@ def test_in_another_container_the_directory_is_shown(
     assert caught.value.reason == "other_namespace"
     directory = tmp_path / "cache" / "prepared"
     directory.mkdir(parents=True)
-    dialled.open(digest="d")
+    dialled.open(digest="d", externals=lambda: nullcontext({"w.bin": 7}))
     dialled.open(digest="d")
     (line,) = dialled.lines
-    first, second, third, fourth = line.shown
-    assert (first, second, fourth) == (None, None, None)
-    assert third is not None
-    assert os.path.samestat(third, directory.stat())
+    assert line.shown[:2] == [None, None]
+    for each in line.shown[2:]:
+        assert each is not None
+        assert os.path.samestat(each, directory.stat())
+    assert len(line.shown) == 4
+    assert line.externals == [{}, {}, {"w.bin": 7}, {}]
 
 
 def test_a_lease_is_given_back_over_its_own_connection(reply: OpenPreparedReply) -> None:

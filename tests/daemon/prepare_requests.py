@@ -32,7 +32,7 @@ def request(path: str | Path, directory: str | Path, **fields: Any) -> duties.Pr
     """For the model at a path; ``fields`` of the recipe, or of the request."""
     own = {
         name: fields.pop(name)
-        for name in ("protocol", "source", "package", "path")
+        for name in ("protocol", "source", "package", "path", "externals")
         if name in fields
     }
     values: dict[str, Any] = {

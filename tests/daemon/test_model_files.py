@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx
 import pytest
@@ -17,7 +18,8 @@ from trims_shim.daemon.preparer import main as preparer
 from trims_shim.daemon.preparer import model_files, verifying
 from trims_shim.daemon.preparer.optimising import Refusal
 from trims_shim.errors import FileChanged
-from trims_shim.wire.duties import SourceHashed
+from trims_shim.specs import Identity
+from trims_shim.wire.duties import ExternalSource, PrepareReply, SourceHashed
 
 
 class TestModelFiles:
@@ -27,7 +29,8 @@ class TestModelFiles:
             files = model_files.ModelFiles(source, str(model))
             files.hash()
             files.look_inside()
-            assert files.loadable_path == f"/proc/self/fd/{source}"
+            with files.loadable("/nowhere") as path:
+                assert path == f"/proc/self/fd/{source}"
             assert files.size_bytes == model.stat().st_size
 
     def test_a_file_that_becomes_shorter(self, model: Path) -> None:
@@ -75,6 +78,104 @@ class TestModelFiles:
             files = model_files.ModelFiles(source, str(link))
             files.hash()
             files.check_unchanged()
+
+
+class TestOfferedFiles:
+    """Of a client in another container: they have no names here."""
+
+    @pytest.fixture
+    def offered(self, tmp_path: Path, no_leak: None) -> Iterator[tuple[int, dict[str, int]]]:
+        path = tmp_path / "model.onnx"
+        save_external(perceptron(), "sub/weights.bin")(path)
+        with opened(path) as source, opened(tmp_path / "sub" / "weights.bin") as weights:
+            path.unlink()
+            (tmp_path / "sub" / "weights.bin").unlink()
+            yield source, {"sub/weights.bin": weights}
+
+    def prepare(
+        self, source: int, offered: dict[str, int], directory: Path, daemon: Daemon
+    ) -> PrepareReply:
+        externals = tuple(ExternalSource(*each) for each in offered.items())
+        asked = request("", directory, source=source, externals=externals, package="")
+        reply = preparer.prepare(asked, daemon)
+        assert reply is not None
+        return reply
+
+    def test_they_are_prepared(
+        self, offered: tuple[int, dict[str, int]], tmp_path: Path, directory: Path
+    ) -> None:
+        source, externals = offered
+        daemon = Daemon()
+        assert self.prepare(source, externals, directory, daemon).reason == ""
+        (file,) = daemon.hashed[0].externals
+        weights = os.fstat(externals["sub/weights.bin"])
+        assert (file.location, file.identity) == ("sub/weights.bin", Identity.from_stat(weights))
+        assert sorted(os.listdir(directory)) == ["model.onnx", "weights.bin"]
+        again = tmp_path / "again"
+        again.mkdir()
+        save_external(perceptron(), "sub/weights.bin")(tmp_path / "model.onnx")
+        assert prepare(tmp_path / "model.onnx", again).reason == ""
+        for name in ("model.onnx", "weights.bin"):
+            assert (again / name).read_bytes() == (directory / name).read_bytes()
+
+    def test_one_that_is_missing(
+        self, offered: tuple[int, dict[str, int]], directory: Path
+    ) -> None:
+        daemon = Daemon()
+        reply = self.prepare(offered[0], {}, directory, daemon)
+        assert (reply.reason, reply.is_lasting) == ("external_missing", False)
+        assert "sub/weights.bin" in reply.message
+        assert daemon.hashed == []
+
+    def test_one_that_changes_meanwhile(
+        self,
+        offered: tuple[int, dict[str, int]],
+        directory: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        source, externals = offered
+        observe = verifying.observe
+
+        def touching(create: Callable[[], Any]) -> Any:
+            os.utime(externals["sub/weights.bin"], ns=(1, 1))
+            return observe(create)
+
+        monkeypatch.setattr(verifying, "observe", touching)
+        reply = self.prepare(source, externals, directory, Daemon())
+        assert (reply.reason, reply.is_lasting) == ("file_changed", False)
+        assert os.listdir(directory) == ["model.onnx", "weights.bin"] or not os.listdir(directory)
+
+    def test_a_disk_that_is_full(
+        self,
+        offered: tuple[int, dict[str, int]],
+        directory: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        def full(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(model_files.shutil, "copyfileobj", full)
+        reply = self.prepare(*offered, directory, Daemon())
+        assert (reply.reason, reply.is_lasting) == ("disk_full", False)
+        assert os.listdir(directory) == []
+
+    def test_room_for_copies(
+        self,
+        offered: tuple[int, dict[str, int]],
+        directory: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        source, externals = offered
+        size = sum(os.fstat(each).st_size for each in (source, *externals.values()))
+
+        class Status(NamedTuple):
+            f_bavail: int
+            f_frsize: int = 1
+
+        monkeypatch.setattr(preparer.os, "statvfs", lambda _: Status(4 * size - 1))
+        assert self.prepare(source, externals, directory, Daemon()).reason == "disk_full"
+        monkeypatch.setattr(preparer.os, "statvfs", lambda _: Status(4 * size))
+        assert self.prepare(source, externals, directory, Daemon()).reason == ""
 
 
 class TestStructure:

@@ -14,8 +14,9 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import pytest
@@ -138,6 +139,7 @@ class World(Front):
         digest: str = "",
         session: Session | None = None,
         shown: Path | None = None,
+        externals: Mapping[str, Path] = MappingProxyType({}),
         recipe: messages.SessionRecipe = RECIPE,
         name: str | None = None,
         waits: bool = True,
@@ -158,11 +160,22 @@ class World(Front):
             offer = Offer(messages.FileOffer(self._ticket), os.open(shown, os.O_RDONLY))
             session.offers[self._ticket] = offer
             message = message._replace(directory=self._ticket)
+        for location, file in externals.items():
+            self._ticket += 1
+            offer = Offer(messages.FileOffer(self._ticket), os.open(file, os.O_RDONLY))
+            session.offers[self._ticket] = offer
+            offered = messages.OfferedExternal(location, self._ticket)
+            message = message._replace(externals=(*message.externals, offered))
         reply = self.prepared.open(Request(session, 7, b"client"), message)
         while reply is None and waits and self.prepared._is_open:
             self.turn()
             reply = self.replies.pop()[1] if self.replies else None
         return reply
+
+    def elsewhere(self) -> dict[str, Any]:
+        """Arguments of :meth:`ask` for a client in another container."""
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return {"session": self.join(pid=ELSEWHERE), "shown": self.directory}
 
     def outcome(self, *arguments: Any, **keywords: Any) -> str:
         reply = self.ask(*arguments, **keywords)
@@ -695,23 +708,73 @@ class TestTrust:
         assert answer == "refused other_namespace"
         assert there.offers == {}
 
-    def test_what_is_known_of_paths_here_says_nothing_of_those_there(
-        self, world: World, model: Path
+    def test_external_files_there_are_those_that_are_offered(
+        self, world: World, model: Path, tmp_path: Path
+    ) -> None:
+        """Not those of the same names here."""
+        world.preparer.externals = ("w.bin",)
+        ours, theirs = model.with_name("w.bin"), tmp_path / "theirs.bin"
+        ours.write_bytes(b"w" * 100)
+        theirs.write_bytes(b"W" * 100)
+        world.make(model)
+        here = world.hit(model)
+        asked = world.elsewhere()
+        world.make(model, externals={"w.bin": theirs}, **asked)
+        found = world.hit(model, externals={"w.bin": theirs}, **asked)
+        assert found.key != here.key
+        assert world.hit(model).key == here.key
+        # They are looked at for each answer.
+        assert world.outcome(model, **asked) == "preparing"
+        world.settle()
+        assert world.outcome(model, **asked) == "refused external_missing"
+        assert asked["session"].offers == {}
+
+    def test_equal_external_files_are_equal_models(
+        self, world: World, model: Path, tmp_path: Path
     ) -> None:
         world.preparer.externals = ("w.bin",)
-        model.with_name("w.bin").write_bytes(b"w" * 100)
+        theirs = tmp_path / "theirs.bin"
+        for each in (theirs, model.with_name("w.bin")):
+            each.write_bytes(b"w" * 100)
         world.make(model)
-        world.hit(model)
-        there = world.join(pid=ELSEWHERE)
-        world.preparer.externals = ()
-        world.preparer.reply = PrepareReply(
-            reason="external_data_of_bytes", message="no directory", is_lasting=True
-        )
-        assert world.outcome(model, session=there, shown=world.directory) == "preparing"
-        world.settle()
-        assert world.outcome(model, session=there) == "refused external_data_of_bytes"
-        assert len(world.preparer.orders) == 2
-        world.hit(model)
+        asked = world.elsewhere()
+        world.make(model, externals={"w.bin": theirs}, **asked)
+        assert world.preparer.verdicts == [True, False]
+        key = world.hit(model).key
+        assert world.hit(model, externals={"w.bin": theirs}, **asked).key == key
+        # Another file of another content
+        theirs.unlink()
+        theirs.write_bytes(b"x" * 100)
+        world.make(model, externals={"w.bin": theirs}, **asked)
+        assert world.hit(model, externals={"w.bin": theirs}, **asked).key != key
+
+    def test_an_external_file_there_that_changes_meanwhile(
+        self, world: World, model: Path, tmp_path: Path
+    ) -> None:
+        world.preparer.externals = ("w.bin",)
+        theirs = tmp_path / "theirs.bin"
+        theirs.write_bytes(b"w" * 100)
+        world.preparer.on_made = lambda order: theirs.write_bytes(b"W" * 100) and None
+        asked = world.elsewhere()
+        world.make(model, externals={"w.bin": theirs}, **asked)
+        assert world.counters["prepared_failed"] == 1
+        assert world.files() == []
+
+    @pytest.mark.parametrize("kind", ["own", "others"])
+    def test_external_files_there_that_are_not_theirs_alone(
+        self, world: World, model: Path, tmp_path: Path, kind: str
+    ) -> None:
+        """What somebody else may write stands for no equal file."""
+        world.preparer.externals = ("w.bin",)
+        theirs, other = tmp_path / "theirs.bin", tmp_path / "other.bin"
+        for each in (theirs, other):
+            each.write_bytes(b"w" * 100)
+        if kind == "others":
+            theirs.chmod(0o666)
+        asked = world.elsewhere()
+        world.make(model, externals={"w.bin": theirs}, **asked)
+        world.make(model, externals={"w.bin": other}, **asked)
+        assert world.preparer.verdicts == [True, kind == "others"]
 
     def test_no_interpreter_of_ours(
         self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,6 @@ from harness import World
 
 from faults.prepared_worlds import (
     Sessions,
-    evict,
     expected,
     model,
     prepare,
@@ -104,18 +103,26 @@ def test_who_does_not_see_the_prepared_models_gets_none(container: Container) ->
         assert client.fallbacks() == {"other_namespace": 1}
 
 
-def test_external_data_are_not_looked_for_there(container: Container) -> None:
-    """By their names they would be other files here."""
+@pytest.mark.parametrize("place", ["", "copied"])
+def test_external_data_there(container: Container, place: str) -> None:
+    """Files that both see by the same names, and files that only the container has."""
     world = container.world
-    path = os.path.join(world.root, "m.onnx")
+    path = os.path.join(world.root, place, "m.onnx")
     onnx_models.save_external(onnx_models.perceptron(3, width=256))(path)
     right = expected(world, path)[0]
     client = container.sessions()
     assert client.create(path) == (right, False)
-    assert settled(world) == {"external_data_of_bytes": 1}
-    assert client.create(path) == (right, False)
-    assert client.fallbacks() == {"preparing": 1, "external_data_of_bytes": 1}
-    # Nobody else takes the model for one without.
+    assert settled(world) == {"ready": 1}
+    assert client.create(path) == (right, True)
+    assert client.fallbacks() == {"preparing": 1}
     prepare(world, path)
     assert sessions(world).create(path) == (right, True)
-    evict(world)
+    assert world.status().counters["prepared_made"] == 1
+    if not place:
+        # The same model, of other data.
+        onnx_models.save_external(onnx_models.perceptron(4, width=256))(path + ".other")
+        other = expected(world, path)[0]
+        assert other != right
+        assert client.create(path) == (other, False)
+        assert settled(world) == {"ready": 2}
+        assert client.create(path) == (other, True)

@@ -7,7 +7,7 @@ daemon's is, and the next request for the same content and recipe is a hit.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,7 @@ class Line:
         *,
         descriptor: int | None = None,
         directory: int | None = None,
+        externals: Mapping[str, int] | None = None,
     ) -> OpenPreparedReply:
         return self.preparations.open(request, descriptor)
 

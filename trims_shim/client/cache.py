@@ -14,7 +14,8 @@ import logging
 import os
 import stat
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trims_shim import config as configuration
@@ -55,6 +56,8 @@ class Cache:
         # No lock: a signal handler of the program may load in the middle of anything here.
         self._images: weakref.WeakValueDictionary[str, Image] = weakref.WeakValueDictionary()
         self._digests: dict[Identity, str] = {}
+        self._is_elsewhere = False
+        """Whether the daemon was found to see other files than this process."""
         self._aligned: weakref.WeakValueDictionary[tuple[str, int], Image] = (
             weakref.WeakValueDictionary()
         )
@@ -151,13 +154,15 @@ class Cache:
         descriptor: int | None = None,
         path: str = "",
         digest: str = "",
+        externals: Callable[[], AbstractContextManager[Mapping[str, int]]] | None = None,
     ) -> PreparedModel:
         """Return the prepared form of an ONNX model; orders it if there is none; does not wait.
 
         The model is the open file ``descriptor`` (the caller's), found at the absolute ``path`` or,
         when that is empty, a memfd of its bytes. Without a descriptor, the model is only looked up
         by ``digest``. ``package`` and ``search_path`` are for the process that prepares (see
-        :class:`OpenPreparedRequest`).
+        :class:`OpenPreparedRequest`). ``externals`` opens the model's other files, by location, for
+        a daemon in another container.
 
         Raises NotServed (``preparing``, ``unknown``, or the reason of a refusal), any other
         TrimsError when the cache cannot help.
@@ -169,14 +174,20 @@ class Cache:
         )
 
         def ask(connection: Line) -> tuple[messages.OpenPreparedReply, PreparedLease]:
-            reply = connection.open_prepared(request, descriptor=descriptor)
-            if reply.reason == "other_namespace":
-                # In another container: if both see the prepared models, paths do not matter.
-                with _opened_directory(directory) as shown:
-                    if shown is not None:
-                        reply = connection.open_prepared(
-                            request, descriptor=descriptor, directory=shown
-                        )
+            was_elsewhere = self._is_elsewhere
+            with contextlib.ExitStack() as held:
+                shown = files = None
+                if was_elsewhere:
+                    shown = held.enter_context(_opened_directory(directory))
+                    if shown is not None and externals is not None:
+                        files = held.enter_context(externals())
+                reply = connection.open_prepared(
+                    request, descriptor=descriptor, directory=shown, externals=files
+                )
+            if reply.reason == "other_namespace" and not was_elsewhere:
+                # Names of files do not matter, if both see the same prepared models.
+                self._is_elsewhere = True
+                return ask(connection)
 
             def release() -> None:
                 if reply.lease:

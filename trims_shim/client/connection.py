@@ -25,7 +25,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trims_shim._version import __version__
@@ -205,14 +205,24 @@ class Connection:
         *,
         descriptor: int | None = None,
         directory: int | None = None,
+        externals: Mapping[str, int] | None = None,
     ) -> messages.OpenPreparedReply:
         """Ask for a prepared ONNX model; the descriptors, if any, are offered with the request.
+
+        ``externals`` are descriptors by location, see :class:`OpenPreparedRequest`.
 
         Never waits for a preparation. Raises as :meth:`open_image`.
         """
         self._asked_under = None
         self._flush_releases()
-        request = request._replace(ticket=self._offer(descriptor), directory=self._offer(directory))
+        request = request._replace(
+            ticket=self._offer(descriptor),
+            directory=self._offer(directory),
+            externals=tuple(
+                messages.OfferedExternal(location, self._offer(file))
+                for location, file in (externals or {}).items()
+            ),
+        )
         if len(codec.encode(request)) > messages.HANDOVER_PACKET_LIMIT_BYTES:
             reply = self._request(request)
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from trims_shim import diagnostics
@@ -58,6 +58,7 @@ class Line(Protocol):
         *,
         descriptor: int | None = None,
         directory: int | None = None,
+        externals: Mapping[str, int] | None = None,
     ) -> messages.OpenPreparedReply: ...
     def request(self, message: Any) -> Any: ...
     def report(self, counters: dict[str, int]) -> None: ...

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from trims_shim.client.threads import can_start
 from trims_shim.config import Config
+from trims_shim.daemon.prepared.externals import external_path, is_inside
 from trims_shim.errors import MemoryFailure, NotServed
 from trims_shim.late_imports import ensure_imported
 from trims_shim.memory.limits import available_bytes
@@ -25,6 +26,7 @@ __all__ = [
     "absolute",
     "check_size",
     "digest_of",
+    "externals",
     "least_bytes",
     "model_of",
     "offered",
@@ -41,6 +43,8 @@ _LOOK_LIMIT_BYTES = 16 << 20
 _OFFERED_FRACTION = 4
 """A copy for the daemon may take one part in this many of the free memory. The program does not
 need it, and may be in a cgroup of its own."""
+_EXTERNALS_LIMIT = 16
+"""A daemon keeps no more than twice as many descriptors of a client."""
 _LOCATION = re.compile(rb"\x0a\x08location\x12([\x01-\x7f])")
 """StringStringEntryProto {key: "location", value: of up to 127 bytes} in a serialised model."""
 
@@ -138,17 +142,43 @@ def _external_bytes(descriptor: int, size_bytes: int, directory: str) -> int:
 
     A guess without parsing: it decides only whether the daemon is asked.
     """
-    if size_bytes > _LOOK_LIMIT_BYTES:
-        return 0
-    content = os.pread(descriptor, size_bytes, 0)
-    names = set()
-    for match in _LOCATION.finditer(content):
-        names.add(content[match.end() : match.end() + match[1][0]])
     total = 0
-    for name in names:
+    for name in _external_names(descriptor, size_bytes):
         with contextlib.suppress(OSError, ValueError):
             total += os.stat(os.path.join(os.fsencode(directory), name)).st_size
     return total
+
+
+def _external_names(descriptor: int, size_bytes: int) -> set[bytes]:
+    """Locations that a small file seems to name; none of a large one."""
+    if size_bytes > _LOOK_LIMIT_BYTES:
+        return set()
+    content = os.pread(descriptor, size_bytes, 0)
+    matches = _LOCATION.finditer(content)
+    return {content[match.end() : match.end() + match[1][0]] for match in matches}
+
+
+@contextlib.contextmanager
+def externals(descriptor: int, path: str) -> Iterator[dict[str, int]]:
+    """Descriptors of the external files that a model seems to name, by location.
+
+    For a daemon that sees other files, which refuses the model if one is missing. Closed after the
+    block.
+    """
+    found: dict[str, int] = {}
+    try:
+        names = _external_names(descriptor, os.fstat(descriptor).st_size)
+        for name in sorted(names) if len(names) <= _EXTERNALS_LIMIT else ():
+            with contextlib.suppress(OSError, ValueError):
+                location = name.decode()
+                # onnxruntime refuses others, also where somebody has had them prepared.
+                if is_inside(path, location):
+                    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+                    found[location] = os.open(external_path(path, location), flags)
+        yield found
+    finally:
+        for each in found.values():
+            os.close(each)
 
 
 # --- bytes ----------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from trims_shim.client.prepared import PreparedModel
 from trims_shim.daemon.preparer.installation import installation
 from trims_shim.errors import NotServed
 from trims_shim.late_imports import ensure_imported
+from trims_shim.patches import onnxruntime_models as models
 from trims_shim.patches import onnxruntime_records as records
 from trims_shim.patches.onnxruntime_records import Record
 from trims_shim.wire.messages import SessionRecipe
@@ -122,6 +123,9 @@ def open_prepared(
     recipe: SessionRecipe, *, descriptor: int | None = None, path: str = "", digest: str = ""
 ) -> PreparedModel:
     """As :meth:`Cache.open_prepared`, with the onnxruntime and the modules of this process."""
+    externals = None
+    if path and descriptor is not None:
+        externals = functools.partial(models.externals, descriptor, path)
     return cache().open_prepared(
         recipe,
         package=installation().package,
@@ -129,6 +133,7 @@ def open_prepared(
         descriptor=descriptor,
         path=path,
         digest=digest,
+        externals=externals,
     )
 
 

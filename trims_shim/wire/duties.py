@@ -16,6 +16,7 @@ __all__ = [
     "CopyImageRequest",
     "DownloadRequest",
     "ExternalFile",
+    "ExternalSource",
     "JobRelease",
     "PlanUploadReply",
     "PlanUploadRequest",
@@ -136,12 +137,20 @@ class UploadFailed(NamedTuple):
 # --- the preparer, which prepares ONNX models -----------------------------------------------------
 
 
+class ExternalSource(NamedTuple):
+    """An inherited descriptor of a file with a model's initializers."""
+
+    location: str
+    source: int
+
+
 class PrepareRequest(NamedTuple):
     """The one job of a preparer.
 
     ``source`` is the number of an inherited descriptor of the model, ``path`` its name or empty.
     ``package`` is the directory of the onnxruntime to use; empty for whichever is found.
-    ``directory`` is a fresh directory for ``model.onnx`` and ``weights.bin``.
+    ``directory`` is a fresh directory for ``model.onnx`` and ``weights.bin``. ``externals`` are
+    external files of a model that has no name here; a model of bytes has none.
     """
 
     protocol: int
@@ -150,6 +159,7 @@ class PrepareRequest(NamedTuple):
     recipe: SessionRecipe
     package: str
     directory: str
+    externals: tuple[ExternalSource, ...] | None = None
 
 
 class ExternalFile(NamedTuple):

@@ -37,6 +37,7 @@ __all__ = [
     "LeaseRelease",
     "OfferReply",
     "OfferWithdrawal",
+    "OfferedExternal",
     "OpenImageReply",
     "OpenImageRequest",
     "OpenPreparedReply",
@@ -230,15 +231,24 @@ class SessionRecipe(NamedTuple):
     prepack: str = "share"
 
 
+class OfferedExternal(NamedTuple):
+    """A file with a model's initializers; ``location`` is as in the model."""
+
+    location: str
+    ticket: int
+
+
 class OpenPreparedRequest(NamedTuple):
     """Lease the prepared form of an ONNX model; orders it where there is none.
 
     ``ticket`` is of the model's open file, or of a memfd with its bytes (then ``path`` is empty).
     0: only look up the content of ``digest``. ``path`` is absolute, as the client found the file.
     ``package`` is the directory of the client's onnxruntime and ``search_path`` its ``sys.path``,
-    from which the preparing process imports it. ``directory`` is the ticket of the directory of
-    prepared models as the client sees it, by which one that sees other files than the daemon shows
-    that it sees this one; 0: it is not offered.
+    from which the preparing process imports it.
+
+    The rest is for a client that sees other files than the daemon: ``directory`` is the ticket of
+    the directory of prepared models, to show that it sees the same one, and ``externals`` are the
+    model's other files, which it would not find.
     """
 
     ticket: int
@@ -248,6 +258,7 @@ class OpenPreparedRequest(NamedTuple):
     package: str
     search_path: tuple[str, ...] = ()
     directory: int = 0
+    externals: tuple[OfferedExternal, ...] = ()
 
 
 class OpenPreparedReply(NamedTuple):

@@ -7,14 +7,14 @@ thread.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.prepared.files import Published
-from trims_shim.daemon.prepared.values import Flight, Grant
-from trims_shim.errors import NotServed, TooManyRequests
+from trims_shim.daemon.prepared.values import Flight, Grant, Known
+from trims_shim.errors import NotServed, TooManyRequests, TrimsError
 from trims_shim.specs import Identity
 from trims_shim.wire import messages
 from trims_shim.wire.handover import clipped
@@ -25,14 +25,14 @@ __all__ = [
     "directory_of_model",
     "flight_of",
     "hit_reply",
+    "identities_of",
     "identity_of",
     "refusal_reply",
 ]
 
 
 ELSEWHERE = "elsewhere"
-"""What stands for all directories of clients that see other files, which are no paths here. Their
-models are served if they have no external files."""
+"""What stands for all directories of clients that see other files, which are no paths here."""
 
 
 class EarlyRequests:
@@ -74,6 +74,14 @@ def identity_of(offer: Offer) -> Identity | None:
     if identity.size_bytes == 0:
         raise NotServed("not_a_model", "the offered file is empty")
     return identity
+
+
+def identities_of(offers: Mapping[str, Offer], known: Known) -> tuple[Identity, ...] | None:
+    """The identities of the external files that are ``known``, as offered; None if one is not."""
+    try:
+        return tuple(offers[location].identity() for location, _ in known.content.externals)
+    except (KeyError, TrimsError):
+        return None
 
 
 def hit_reply(grant: Grant, published: Published) -> messages.OpenPreparedReply:

@@ -17,7 +17,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -75,11 +75,13 @@ class Preparer(Protocol):
 
 @dataclass(slots=True)
 class Job:
-    """One preparation; owns ``descriptor``. The thread fills in the fields with a default.
+    """One preparation; owns ``descriptor`` and those of ``externals``, by location.
 
-    ``directory`` is where external files are looked for; relative if that is no path of ours, and
-    the model is refused if it has any. ``known`` is what was learned of the model's files, None for
-    a model that is offered as memory.
+    The thread fills in the fields with a default.
+
+    ``directory`` is where external files are looked for; relative if that is no path of ours: then
+    ``externals`` are all that there are. ``known`` is what was learned of the model's files, None
+    for a model that is offered as memory.
     ``young`` is external data so new that a change might not have shown. ``due_s`` is when it
     should have ended, by time.monotonic(); infinite before its turn comes.
     """
@@ -90,6 +92,7 @@ class Job:
     request: messages.OpenPreparedRequest
     interpreter: Interpreter
     directory: str
+    externals: Mapping[str, int]
     content: Content | None = None
     key: str = ""
     known: Known | None = None
@@ -101,6 +104,16 @@ class Job:
     def is_memory(self) -> bool:
         """Whether the model was offered as a memfd, not as a file."""
         return not self.request.path
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether its files have no names here."""
+        return not self.is_memory and not os.path.isabs(self.directory)
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Of all files that were offered."""
+        return [self.descriptor, *self.externals.values()]
 
     @property
     def name(self) -> str:
@@ -209,7 +222,7 @@ class Jobs:
             text = f"{type(error).__name__}: {error}"
             job.failure = Failure("not_prepared", text, is_lasting=False)
         finally:
-            close_all([job.descriptor])  # closing a file may report an error of its server
+            close_all(job.descriptors)  # closing a file may report an error of its server
         self._deliver(Ended(job, published))
 
     def _make(self, job: Job) -> Published | None:
@@ -274,6 +287,8 @@ class Jobs:
             return False
         needed_bytes = _GROWTH * job.source_bytes
         short_bytes = _SCRATCH * needed_bytes - space_of(self._files.directory).spare_bytes
+        if job.is_elsewhere and job.content is not None and job.content.externals:
+            short_bytes += job.source_bytes  # they are copied, to have names
         found = self._files.load(job.key)
         event = Hashed(job, needed_bytes, short_bytes, found)
         self._deliver(event)
@@ -289,8 +304,7 @@ class Jobs:
         files = sorted(hashed.externals, key=lambda each: each.location)
         content = Content(hashed.digest, tuple((each.location, each.digest) for each in files))
         if not job.is_memory:
-            is_elsewhere = not os.path.isabs(job.directory)
-            directory = job.directory if files or is_elsewhere else ""
+            directory = job.directory if files or job.is_elsewhere else ""
             identities = tuple(each.identity for each in files)
             if not self._is_ours_alone(job, hashed):
                 place = repr((job.identity, directory, identities))
@@ -300,7 +314,7 @@ class Jobs:
         job.key = self._key_of(content, job.request.recipe)
         self._check_unchanged(job)
         externals = () if job.known is None else job.known.externals
-        if not all(map(_has_change_time, files)):
+        if not all(_has_change_time(job, each) for each in files):
             job.known = None
             raise NotServed(
                 "unsettled_file", "its external data are on a file system without times of changes"
@@ -326,8 +340,10 @@ class Jobs:
         Not every change shows in a file's identity: a process that has mapped it may write to it.
         And a user who may rename a directory may put other files in its place for a while.
         """
-        if may_others_write(os.fstat(job.descriptor)):
+        if any(may_others_write(os.fstat(each)) for each in job.descriptors):
             return False
+        if job.is_elsewhere:
+            return True
         # With external files, the model itself is opened once more by its name.
         paths = [each.path for each in hashed.externals]
         return not paths or all(map(is_private, [job.request.path, *paths]))
@@ -337,14 +353,27 @@ class Jobs:
         is_same = Identity.from_stat(os.fstat(job.descriptor)) == job.identity
         if known is not None and known.externals:
             locations = (location for location, _ in known.content.externals)
-            found = external_identities(job.request.path, locations)
-            is_same = is_same and found == known.externals
+            is_same = is_same and _identities(job, locations) == known.externals
         if not is_same:
             job.known = None
             raise NotServed("file_changed", f"{job.name} changed while it was prepared")
 
 
-def _has_change_time(file: duties.ExternalFile) -> bool:
+def _identities(job: Job, locations: Iterable[str]) -> tuple[Identity, ...] | None:
+    """Of external files, now; None if one cannot be had."""
+    if not job.is_elsewhere:
+        return external_identities(job.request.path, locations)
+    try:
+        found = [os.fstat(job.externals[each]) for each in locations]
+    except (KeyError, OSError):
+        return None
+    return tuple(map(Identity.from_stat, found))
+
+
+def _has_change_time(job: Job, file: duties.ExternalFile) -> bool:
+    if job.is_elsewhere:
+        offered = job.externals.get(file.location, -1)
+        return offered >= 0 and has_change_time(offered, file.identity)
     try:
         descriptor = os.open(file.path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
@@ -357,13 +386,15 @@ def _has_change_time(file: duties.ExternalFile) -> bool:
 
 def _order(job: Job, directory: str) -> Order:
     asked = job.request
+    sources = tuple(duties.ExternalSource(*each) for each in job.externals.items())
     request = duties.PrepareRequest(
         protocol=messages.PROTOCOL_VERSION,
         source=job.descriptor,
-        path=asked.path if os.path.isabs(job.directory) else "",
+        path="" if job.is_elsewhere else asked.path,
         recipe=asked.recipe,
         package=job.interpreter.package,
         directory=directory,
+        externals=sources if job.is_elsewhere else None,
     )
     return Order(request, job.interpreter.path, job.interpreter.search_path)
 

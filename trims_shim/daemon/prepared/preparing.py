@@ -252,6 +252,7 @@ def _is_file(path: str) -> bool:
 
 
 def _launch(order: Order, descriptor: int, arguments: list[str]) -> subprocess.Popen[bytes]:
+    files = order.request.externals or ()
     # Paths relative to the working directory would let whoever owns that choose the code.
     paths = [path for path in order.search_path if os.path.isabs(path)]
     # onnxruntime chooses kernels by its variables. Here they are those of whoever started the
@@ -275,7 +276,7 @@ def _launch(order: Order, descriptor: int, arguments: list[str]) -> subprocess.P
         stdout=subprocess.DEVNULL,
         cwd="/",
         env=environment,
-        pass_fds=(descriptor, order.request.source),
+        pass_fds=(descriptor, order.request.source, *(each.source for each in files)),
         start_new_session=True,
     )
 

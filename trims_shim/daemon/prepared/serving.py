@@ -23,7 +23,7 @@ import math
 import os
 import queue
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -32,10 +32,12 @@ from trims_shim.daemon import clock
 from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.offers import Offer, status_of
 from trims_shim.daemon.prepared.clients import (
+    ELSEWHERE,
     EarlyRequests,
     directory_of_model,
     flight_of,
     hit_reply,
+    identities_of,
     identity_of,
     refusal_reply,
 )
@@ -117,6 +119,7 @@ class _Opening(NamedTuple):
     request: Request
     message: messages.OpenPreparedRequest
     offer: Offer
+    externals: Mapping[str, Offer]
 
     @property
     def session(self) -> Session:
@@ -285,16 +288,17 @@ class PreparedModels:
     ) -> messages.OpenPreparedReply | None:
         with contextlib.ExitStack() as held:
             # Taken before any check: offers that are left would add up.
-            offer, directory = (
+            tickets = (message.ticket, message.directory, *(e.ticket for e in message.externals))
+            offer, directory, *files = (
                 held.enter_context(self._front.take_offer(request, ticket) if ticket else Offer())
-                for ticket in (message.ticket, message.directory)
+                for ticket in tickets
             )
             if self._is_ours(directory.descriptor):
                 self._shown.add(request.session.number)
-            directory.close()
-            opening = _Opening(request, message, offer)
+            locations = (each.location for each in message.externals)
+            opening = _Opening(request, message, offer, dict(zip(locations, files, strict=True)))
             known = self._recall(opening)
-            if known is None or not known.externals:
+            if known is None or not known.externals or known.directory == ELSEWHERE:
                 return self._reply(opening, known)
             self._lookups.submit(self._look_up, _LookUp(opening, known))
             held.pop_all()
@@ -307,7 +311,12 @@ class PreparedModels:
             self._check(opening.session, path)
             identity = identity_of(opening.offer)
             if identity is not None and path:
-                return self._store.recall(identity, self._directory_of(opening))
+                known = self._store.recall(identity, self._directory_of(opening))
+                if known is None or known.directory != ELSEWHERE:
+                    return known
+                if identities_of(opening.externals, known) == known.externals:
+                    return known
+                self._store.unlearn(known)
         return None
 
     def _on_looked_up(self, event: _LookUp) -> None:
@@ -463,8 +472,11 @@ class PreparedModels:
             self._store.unwanted(job)
             raise
         directory = self._directory_of(opening)
-        descriptor = opening.offer.take()
-        self._jobs.start(Job(job, descriptor, identity, opening.message, interpreter, directory))
+        files = {name: each.take() for name, each in opening.externals.items()}
+        taken = opening.offer.take()
+        self._jobs.start(
+            Job(job, taken, identity, opening.message, interpreter, directory, externals=files)
+        )
 
     def _interpreter_for(self, opening: _Opening) -> Interpreter:
         peer, message = opening.session.peer, opening.message

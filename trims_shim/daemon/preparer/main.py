@@ -77,7 +77,8 @@ def _serve(connection: socket.socket) -> None:
     request = frames.receive(connection)
     if not isinstance(request, PrepareRequest):
         return
-    os.set_inheritable(request.source, False)
+    for source in (request.source, *(each.source for each in request.externals or ())):
+        os.set_inheritable(source, False)
 
     def ask(hashed: SourceHashed) -> bool:
         try:
@@ -140,7 +141,8 @@ def _refused(reason: str, message: object, *, is_lasting: bool = False) -> Prepa
 def _prepare(request: PrepareRequest, on_hashed: Callable[[SourceHashed], bool]) -> PrepareReply:
     if request.protocol != messages.PROTOCOL_VERSION:
         raise Refusal("other_protocol", f"protocol {request.protocol}", is_lasting=False)
-    files = ModelFiles(request.source, request.path)
+    offered = request.externals
+    files = ModelFiles(request.source, request.path, None if offered is None else dict(offered))
     try:
         reply = _tried(request, files, on_hashed)
     except Refusal:
@@ -161,12 +163,12 @@ def _tried(
         raise _NotWanted
     if refusal is not None:
         raise refusal
-    _check_room(request.directory, files.size_bytes)
+    _check_room(request.directory, _DISK_FACTOR * files.size_bytes + files.copied_bytes)
     _check_runtime(request)
     sessions = preparer_cuda.sessions_of(request.recipe)
-    path = files.loadable_path
-    reference = verifying.observe(lambda: sessions.original(path))
-    return _made(request, sessions, path, reference)
+    with files.loadable(request.directory) as path:
+        reference = verifying.observe(lambda: sessions.original(path))
+        return _made(request, sessions, path, reference)
 
 
 def _refusal_of(files: ModelFiles) -> Refusal | None:
@@ -239,10 +241,10 @@ def _placed(directory: str) -> list[Identity]:
     return [Identity.from_stat(os.stat(path, follow_symlinks=False)) for path in paths]
 
 
-def _check_room(directory: str, size_bytes: int) -> None:
+def _check_room(directory: str, needed_bytes: int) -> None:
     status = os.statvfs(directory)
     free_bytes = status.f_bavail * status.f_frsize
-    if free_bytes < _DISK_FACTOR * size_bytes:
+    if free_bytes < needed_bytes:
         raise optimising.disk_full(directory)
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from trims_shim.daemon import ingest
 from trims_shim.daemon.ingest import Meter
 from trims_shim.daemon.prepared.externals import external_path, is_inside
-from trims_shim.daemon.preparer.optimising import Refusal
+from trims_shim.daemon.preparer.optimising import NO_DISK, Refusal, disk_full
 from trims_shim.errors import FileChanged, FormatError
 from trims_shim.formats.onnx import OnnxModel, is_ort_format, read_model
 from trims_shim.specs import Identity
@@ -27,15 +28,24 @@ __all__ = ["ModelFiles"]
 
 _EXTERNALS_LIMIT = 4096
 """Their names go into one message."""
+_COPIES = "source"
+_COPY_BYTES = 1 << 20
 
 
 class ModelFiles:
-    """A model and its external files. The descriptor stays the caller's."""
+    """A model and its external files. The descriptors stay the caller's."""
 
-    def __init__(self, descriptor: int, path: str) -> None:
-        """``path`` is empty for a model that the client has in memory only."""
+    def __init__(
+        self, descriptor: int, path: str, offered: Mapping[str, int] | None = None
+    ) -> None:
+        """``path`` is empty for a model without a name here.
+
+        That is one that the client has in memory only, or one whose external files, by location,
+        are ``offered``.
+        """
         self._descriptor = descriptor
         self._path = path
+        self._offered = offered
         status = os.fstat(descriptor)
         self._identity = Identity.from_stat(status)
         self._externals: tuple[ExternalFile, ...] = ()
@@ -55,9 +65,39 @@ class ModelFiles:
         return self._identity.size_bytes + sum(each.identity.size_bytes for each in self._externals)
 
     @property
-    def loadable_path(self) -> str:
-        """What onnxruntime opens: the very descriptor, unless it has to find files beside it."""
-        return self._path if self._externals else f"/proc/self/fd/{self._descriptor}"
+    def copied_bytes(self) -> int:
+        """The size of what :meth:`loadable` has to copy."""
+        has_copies = self._externals and self._offered is not None
+        return self.size_bytes if has_copies else 0
+
+    @contextlib.contextmanager
+    def loadable(self, directory: str) -> Iterator[str]:
+        """What onnxruntime opens: the very descriptor, unless it has to find files beside it.
+
+        If they have no names here, copies get some in ``directory``, as onnxruntime opens external
+        files by name only, and follows no link out of the model's directory. They are gone after
+        the block. Raises OSError.
+        """
+        if not self._externals:
+            yield f"/proc/self/fd/{self._descriptor}"
+        elif self._offered is None:
+            yield self._path
+        else:
+            copies = os.path.join(directory, _COPIES)
+            try:
+                # By its digest: no location is another name of it.
+                path = os.path.join(copies, f"{self.digest}.onnx")
+                try:
+                    _copy(self._descriptor, path)
+                    for each in self._externals:
+                        _copy(self._offered[each.location], external_path(path, each.location))
+                except OSError as error:
+                    if error.errno in NO_DISK:
+                        raise disk_full(directory) from error
+                    raise
+                yield path
+            finally:
+                shutil.rmtree(copies, ignore_errors=True)
 
     def hash(self) -> None:
         """Compute the model's digest. Raises FileChanged, ReadFailed."""
@@ -77,13 +117,14 @@ class ModelFiles:
             raise Refusal("ep_context", "it was compiled for an execution provider")
         if not model.locations:
             return
-        if not self._path:
+        if not self._path and self._offered is None:
             raise Refusal("external_data_of_bytes", "it has external data and no directory")
         if len(model.locations) > _EXTERNALS_LIMIT:
             raise Refusal("too_many_files", f"it has {len(model.locations)} external files")
         for location in model.locations:
             _check_location(location)
-        self._externals = tuple(map(self._hash_external, model.locations))
+        find = self._hash_external if self._offered is None else self._hash_offered
+        self._externals = tuple(map(find, model.locations))
 
     def check_unchanged(self) -> None:
         """Raises FileChanged unless all files are what they were in the beginning."""
@@ -110,13 +151,31 @@ class ModelFiles:
         except (OSError, ValueError) as error:
             raise Refusal("external_missing", f"{path}: {error}", is_lasting=False) from error
         try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise Refusal("external_missing", f"{path} is no regular file", is_lasting=False)
-            digest = ingest.hash_file(descriptor, status.st_size, meter=Meter(), name=path)
+            return _hashed(descriptor, location, path)
         finally:
             os.close(descriptor)
-        return ExternalFile(location, path, digest, Identity.from_stat(status))
+
+    def _hash_offered(self, location: str) -> ExternalFile:
+        assert self._offered is not None
+        descriptor = self._offered.get(location)
+        if descriptor is None:
+            message = f"its data at {location!r:.200} was not offered by the client"
+            raise Refusal("external_missing", message, is_lasting=False)
+        return _hashed(descriptor, location, f"/proc/self/fd/{descriptor}")
+
+
+def _hashed(descriptor: int, location: str, path: str) -> ExternalFile:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise Refusal("external_missing", f"{path} is no regular file", is_lasting=False)
+    digest = ingest.hash_file(descriptor, status.st_size, meter=Meter(), name=path)
+    return ExternalFile(location, path, digest, Identity.from_stat(status))
+
+
+def _copy(descriptor: int, path: str) -> None:
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    with open(f"/proc/self/fd/{descriptor}", "rb") as source, open(path, "wb") as target:
+        shutil.copyfileobj(source, target, _COPY_BYTES)
 
 
 def _read(view: memoryview) -> OnnxModel:
