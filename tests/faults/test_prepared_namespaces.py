@@ -12,6 +12,7 @@ import pytest
 from harness import World
 
 from faults.prepared_worlds import (
+    SESSIONS,
     Sessions,
     expected,
     model,
@@ -22,11 +23,11 @@ from faults.prepared_worlds import (
 )
 
 _APART = ("unshare", "--fork", "--kill-child", "--pid", "--mount-proc", "--mount")
-# The directory $0 is called $1 there, and in $2 there are other files of the same names.
-_MOVE = (
-    'mount --bind "$0" "$1" && mount -t tmpfs tmpfs "$0" && cp -r "$2/." "$0" && '
-    'mount -t tmpfs tmpfs "$2" && cp -r "$0/." "$2" && shift 2 && exec "$@"'
-)
+# The directory $0 is called $1 there, read-only, and in $2 there are other files of the same names.
+_MOVE = """
+mount --bind "$0" "$1" && mount -o remount,bind,ro "$1" && mount -t tmpfs tmpfs "$0" &&
+cp -r "$2/." "$0" && mount -t tmpfs tmpfs "$2" && cp -r "$0/." "$2" && shift 2 && exec "$@"
+"""
 
 
 class Container:
@@ -81,6 +82,23 @@ def test_a_model_of_another_container_is_prepared_and_served(container: Containe
     settled(world)
     assert ours.create(path) == (right, True)
     assert world.status().counters["prepared_made"] == 1
+
+
+def test_bytes_are_prepared_there(container: Container) -> None:
+    world = container.world
+    path = model(world)
+    right = expected(world, path)[0]
+    script = SESSIONS + (
+        f"content = open({path!r}, 'rb').read()\n"
+        "for _ in iter(hear, None):\n    say([bits(create(content)), *counted()])\n"
+    )
+    settings = {"cache_dir": container.cache, "autostart": "0"}
+    client = world.spawn(script, prefix=container.prefix, **settings)
+    client.say("once")
+    assert client.hear(60) == [right, 0, {"unknown": 1}]
+    assert settled(world) == {"ready": 1}
+    client.say("again")
+    assert client.hear(60) == [right, 1, {"unknown": 1}]
 
 
 def test_what_was_prepared_here_is_served_there(container: Container) -> None:
