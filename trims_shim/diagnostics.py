@@ -280,7 +280,9 @@ def _foreign_codes(error: BaseException) -> Iterator[CodeType]:
 
 def _add_up_ended() -> None:
     """Where there are many, add the counters of threads that have ended to those before them."""
-    if len(_by_thread) < _MOST_ENDED + 2 * len(sys._current_frames()):
+    # Not sys._current_frames(): it makes frames for threads of all interpreters, with the memory of
+    # the one that asks, and theirs fail to free them (CPython 3.12 to 3.13).
+    if len(_by_thread) < _MOST_ENDED + 2 * len(sys._current_exceptions()):
         return
     try:
         turn = _turn.pop()
@@ -288,11 +290,11 @@ def _add_up_ended() -> None:
         return
     try:
         ended = _by_thread.setdefault(_ENDED, Counter())
-        kept = {_ENDED, *sys._current_frames()}
+        kept = {_ENDED, *sys._current_exceptions()}
         for thread in [each for each in list(_by_thread) if each not in kept]:
             ours = _by_thread.pop(thread)
             # A new thread may have got the identifier meanwhile, and be counting.
-            is_used = thread in sys._current_frames()
+            is_used = thread in sys._current_exceptions()
             if not is_used or _by_thread.setdefault(thread, ours) is not ours:
                 ended.update(ours)
     finally:

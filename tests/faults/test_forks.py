@@ -514,6 +514,21 @@ def test_subinterpreters_come_and_go(running: World, main_first: bool) -> None:
     assert ends(running, script) == 0
 
 
+def test_no_frames_are_made_in_another_interpreters_memory(running: World) -> None:
+    """Found: ``sys._current_frames()`` in a subinterpreter made frames that the main one could not
+    free, which ended the program (CPython 3.12 and 3.13)."""
+    path = running.file(1)
+    said = running.run(
+        "asked = []\n"
+        "sys._current_frames = lambda: asked.append(1) or {}\n"
+        "from trims_shim.memory import reclaim\n"
+        f"arena = open_file({path!r})\n"
+        "reclaim.retire([reclaim.RetiredBlock(None, 0, 0)])\n"
+        "say(asked)\n"
+    )
+    assert said == []
+
+
 # --- nothing is imported where a fork does not wait -----------------------------------------------
 
 SPY = """

@@ -70,7 +70,8 @@ def retire(blocks: list[RetiredBlock]) -> None:
     if not blocks:
         return
     # Not threading.active_count(): threads of every kind count, except ours, which reads nothing.
-    others = sys._current_frames().keys() - {threading.get_ident(), _runner}
+    # Not sys._current_frames() (see trims_shim.diagnostics).
+    others = sys._current_exceptions().keys() - {threading.get_ident(), _runner}
     _batches.append(_Batch(blocks[:], time.monotonic() + (GRACE_S if others else 0.0)))
     blocks.clear()
     _hurry.clear()
