@@ -241,6 +241,23 @@ def test_forks_while_threads_load(running: World) -> None:
     wait_until(lambda: not any(i.leases for i in world.status().images), "leases released")
 
 
+def test_a_hook_of_the_programs_that_loads_in_the_child_before_ours_runs(running: World) -> None:
+    """Found: it asked over the connection of its parent, and each got images that the other had
+    asked for: other weights, without an error."""
+    one, two = running.file(1), running.file(2)
+    said = running.run(
+        FORK + f"one, two = {one!r}, {two!r}\n"
+        "found = []\n"
+        "def load():\n"
+        "  shared = cache()\n"
+        "  found.append([is_right(open_file(two), two), shared is parents, cache() is shared])\n"
+        "os.register_at_fork(after_in_child=load)\n"
+        "arena, parents = open_file(one), cache()\n"
+        "say([join(fork(lambda: found)), is_right(open_file(two), two)])\n"
+    )
+    assert said == [[[True, False, True]], True]
+
+
 def test_a_fork_in_the_midst_of_a_load_leaves_the_collector_to_the_child(
     running: World, tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ class Cache:
 
     def __init__(self, config: Config, *, dial: Callable[[], Line] | None = None) -> None:
         """``dial`` connects to something other than the daemon; then no daemon is started."""
+        self.pid = os.getpid()
         self.config = config
         self.dial = dial
         self.endpoint = endpoints.choose(config)
@@ -387,10 +388,23 @@ def exchange(other: Cache | None) -> Cache | None:
 
 def cache() -> Cache:
     """Return the cache of this process."""
-    found = _ours.get(_CACHE)
+    found = _held()
     if found is None:
         found = _ours.setdefault(_CACHE, Cache(configuration.current()))
         _install_hooks()
+    return found
+
+
+def _held() -> Cache | None:
+    """Return the cache of this process, if it has one; in a forked child, never its parent's.
+
+    A hook of the program's may load in the child before ours runs, and another thread may fork
+    before ours is installed. The old object is kept so that its destructors do not run here.
+    """
+    found = _ours.get(_CACHE)
+    if found is not None and found.pid != os.getpid():
+        _forgotten.append(found)
+        found = _ours[_CACHE] = Cache(found.config, dial=found.dial)
     return found
 
 
@@ -404,21 +418,18 @@ def _install_hooks() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Only forget; the old object is kept so that its destructors do not run in the child."""
-    before = _ours.pop(_CACHE, None)
-    if before is not None:
-        _forgotten.append(before)
-        _ours[_CACHE] = Cache(before.config, dial=before.dial)
+    """Only forget."""
+    _held()
     diagnostics.reset_after_fork()
 
 
 def _report() -> None:
-    ours = _ours.get(_CACHE)
+    ours = _held()
     if ours is not None:
         ours.report()
 
 
 def _at_exit() -> None:
-    ours = _ours.get(_CACHE)
+    ours = _held()
     if ours is not None:
         ours.close()
