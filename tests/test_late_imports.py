@@ -56,6 +56,48 @@ def test_a_child_can_import_what_a_thread_was_importing(tmp_path: Path) -> None:
     assert _status_of_child(script, tmp_path) == 42
 
 
+_AN_IMPORT_IS_CUT_OFF = """
+import os, signal, sys, threading, time
+from trims_shim import late_imports
+from trims_shim.late_imports import ensure_imported
+sys.path.insert(0, sys.argv[1])
+late_imports._LONGEST_S = 0.01
+def load(): {load}
+thread = threading.Thread(target=load)
+thread.start()
+while "slow_to_import" not in sys.modules: time.sleep(0.001)
+
+def fails(name):
+    try:
+        ensure_imported(name)
+    except ImportError as error:
+        return error.name == "slow_to_import"
+
+def child(work):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(10)  # a child that waits for ever is killed
+        os._exit(work())
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def work():
+    ensure_imported("colorsys")
+    return 42 if fails("slow_to_import") and fails("needs_it") else 1
+
+print(child(lambda: work() and child(work)))
+thread.join()
+ensure_imported("needs_it")
+"""
+
+
+@pytest.mark.parametrize("load", ["import slow_to_import", "ensure_imported('slow_to_import')"])
+def test_an_import_that_a_fork_has_cut_off_fails_in_the_child(tmp_path: Path, load: str) -> None:
+    """Found: a load in the child waited without end for a thread that it does not have; where the
+    program itself was importing the module, or a busy machine for longer than forks wait."""
+    (tmp_path / "needs_it.py").write_text("import slow_to_import\n")
+    assert _status_of_child(_AN_IMPORT_IS_CUT_OFF.format(load=load), tmp_path) == 42
+
+
 _A_MODULE_FORKS = """
 import os, sys
 from trims_shim.late_imports import ensure_imported

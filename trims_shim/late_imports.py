@@ -4,7 +4,8 @@ A child that is forked while another thread imports a module can never import th
 modules it was importing in turn: no thread is left to release their locks, and Python makes no new
 ones (CPython 3.10 to 3.14). So forks wait for the late imports that threads make through us. These
 take some ten milliseconds, once in a process. A fork waits for an import, and an import for a fork,
-for a second at most.
+for a second at most. In the child of a fork that came all the same, or in the middle of an import
+of the program's own, our imports of that module fail instead of waiting for ever.
 
 An import needs stack. One that breaks off half-way on a stack that is nearly full may leave an
 extension module that can never be imported again (ZeroMQ's; CPython 3.11), so it is not begun.
@@ -18,6 +19,7 @@ other. So a signal handler may fork anywhere in here, and a library that replace
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import threading
@@ -28,7 +30,8 @@ from trims_shim.stack import check_room
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from typing import Any
 
 __all__ = ["ensure_imported", "no_fork"]
 
@@ -115,6 +118,30 @@ def _after_fork_in_child() -> None:
     thread = threading.get_ident()
     _importing = {thread: _importing[thread]} if thread in _importing else {}
     _forking.clear()
+    for name, lock in _locks_of_modules():
+        if lock.owner not in (None, thread):
+            lock.acquire = functools.partial(_acquire_for_others, name, lock.acquire)
+
+
+def _locks_of_modules() -> list[tuple[str, Any]]:
+    """Return the locks of the modules that are being imported; none in a Python without such."""
+    try:
+        locks = importlib._bootstrap._module_locks.copy()  # type: ignore[attr-defined]
+        found = [(name, lock()) for name, lock in locks.items()]
+        return [(name, lock) for name, lock in found if hasattr(lock, "owner")]
+    except (AttributeError, TypeError):
+        return []
+
+
+def _acquire_for_others(name: str, acquire: Callable[[], object]) -> object:
+    """Acquire the lock of a module, as the program likes; for an import of ours, raise."""
+    if threading.get_ident() in _importing:
+        raise ImportError(
+            f"{name} was being imported when another thread forked this process, which never can "
+            "import it",
+            name=name,
+        )
+    return acquire()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
