@@ -105,7 +105,7 @@ def test_one_thread_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         owners = [Owner() for _ in range(50)]
         for owner in owners:
             reclaim.retire([reclaim.RetiredBlock(object(), owner.address, SIZE_BYTES)])
-        reclaim._hurry.set()  # as if their time had come
+        reclaim._is_hurried = True  # as if their time had come
         wait_until(lambda: all(owner.memory[0] == 0 for owner in owners))
         assert len(starts) <= 2, "a program that replaces models all the time piles up threads"
     finally:
@@ -126,6 +126,32 @@ def test_its_own_thread_is_no_reason_to_wait() -> None:
         "reclaim.retire([reclaim.RetiredBlock(object(), 0, 0)])\n"
         "may_end.set()\n"
         "while reclaim._batches: time.sleep(0.001)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
+
+
+def test_a_signal_handler_may_fork_in_the_middle() -> None:
+    """Found: the fork waited for a lock that the interrupted code held, without end."""
+    code = (
+        "import faulthandler, os, signal, sys, threading\n"
+        "from trims_shim.memory import reclaim\n"
+        "def fork(*_):\n"
+        "  if pid := os.fork(): os.waitpid(pid, 0)\n"
+        "  else: os._exit(0)\n"
+        "signal.signal(signal.SIGUSR1, fork)\n"
+        "reclaim._thread.start_new_thread = lambda *_: None\n"
+        "reclaim.FORK_PATIENCE_S = 0.0\n"
+        "own = (reclaim.__file__, threading.__file__)\n"
+        "signals = []\n"
+        "def trace(frame, event, argument):\n"
+        "  if frame.f_code.co_filename not in own: return None\n"
+        "  if event == 'line': signals.append(signal.raise_signal(signal.SIGUSR1))\n"
+        "  return trace\n"
+        "faulthandler.dump_traceback_later(20, exit=True)\n"
+        "sys.settrace(trace)\n"
+        "reclaim.retire([reclaim.RetiredBlock(None, 0, 0)])\n"
+        "sys.settrace(None)\n"
+        "assert len(signals) > 5, signals\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
 

@@ -813,12 +813,12 @@ def test_copied_while_much_memory_waits_to_be_given_back(
             assert_equal(module, state)
             assert elided() == expected
             if module is modules[1]:
-                reclaim._hurry.set()  # as if its time had come
+                reclaim._is_hurried = True  # as if its time had come
                 wait_until(lambda: not reclaim._batches)
     finally:
         stop.set()
         other.join()
-        reclaim._hurry.set()
+        reclaim._is_hurried = True
 
 
 @pytest.mark.parametrize("shift", [8, 16, 32, 64])

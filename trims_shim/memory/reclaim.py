@@ -37,6 +37,7 @@ LITTLE_BYTES = 64 << 20
 """What may wait on any machine: asking what is available takes half a millisecond."""
 FORK_PATIENCE_S = 0.5
 """How long a fork waits until the rest is discarded, which takes some 0.1 s per gigabyte."""
+_POLL_S = 0.005
 
 _libc = ctypes.CDLL(None, use_errno=True)  # calls through CDLL release the interpreter lock
 _libc.madvise.restype = ctypes.c_int
@@ -58,7 +59,9 @@ class _Batch(NamedTuple):
     due_s: float
 
 
-_hurry = threading.Event()
+_is_hurried = False
+"""Not a threading.Event, whose lock a signal handler that forks or loads may find held by what it
+interrupts."""
 _batches: deque[_Batch] = deque()
 _is_running = threading.Lock()
 _runner = 0
@@ -67,6 +70,7 @@ _runner = 0
 
 def retire(blocks: list[RetiredBlock]) -> None:
     """Take over ``blocks`` (the list is emptied) and free them soon. Does not block."""
+    global _is_hurried
     if not blocks:
         return
     # Not threading.active_count(): threads of every kind count, except ours, which reads nothing.
@@ -74,7 +78,7 @@ def retire(blocks: list[RetiredBlock]) -> None:
     others = sys._current_exceptions().keys() - {threading.get_ident(), _runner}
     _batches.append(_Batch(blocks[:], time.monotonic() + (GRACE_S if others else 0.0)))
     blocks.clear()
-    _hurry.clear()
+    _is_hurried = False
     _start()
 
 
@@ -85,12 +89,13 @@ def is_much() -> bool:
 
 
 def _start() -> None:
+    global _is_hurried
     if not _batches or not _is_running.acquire(blocking=False):
         return
     try:
         _thread.start_new_thread(_run, ())
     except RuntimeError:  # no thread can start: discard here
-        _hurry.set()
+        _is_hurried = True
         _run()
 
 
@@ -100,7 +105,8 @@ def _run() -> None:
     try:
         while _batches:
             batch = _batches[0]
-            _hurry.wait(max(0.0, batch.due_s - time.monotonic()))
+            while not _is_hurried and time.monotonic() < batch.due_s:
+                time.sleep(_POLL_S)
             _release(batch.blocks)
             _batches.popleft()  # a fork waits for this
     finally:
@@ -127,16 +133,17 @@ def _discard(address: int, size_bytes: int) -> None:
 
 def _finish_before_fork() -> None:
     """Let the thread end: Python warns of a fork with threads, and ours must not be the reason."""
-    _hurry.set()
+    global _is_hurried
+    _is_hurried = True
     patience = time.monotonic() + FORK_PATIENCE_S
     while _batches and time.monotonic() < patience:
         time.sleep(0.001)
 
 
 def _forget_in_child() -> None:
-    global _hurry, _is_running, _runner
-    # The locks of the old objects may have been held at the moment of the fork.
-    _hurry, _is_running, _runner = threading.Event(), threading.Lock(), 0
+    global _is_running, _runner
+    # The old lock may have been held at the moment of the fork.
+    _is_running, _runner = threading.Lock(), 0
     for batch in _batches:
         batch.blocks.clear()
     _batches.clear()
