@@ -284,6 +284,32 @@ def test_a_fork_in_the_midst_of_a_load_leaves_the_collector_to_the_child(
     assert said == [False, True, True]
 
 
+def test_a_child_resizes_a_parameter_without_torchs_threads(running: World, tmp_path: Path) -> None:
+    """Found: its bytes were copied in parallel, which torch alone does not do; the child has none
+    of its parent's threads, and waited for them without end."""
+    from trims_shim.patches import torch_repoint
+
+    if not torch_repoint.has_swap():
+        pytest.skip("this torch cannot resize such a storage")
+    path = str(tmp_path / "model.pt")
+    said = running.run(
+        FORK + "import torch\n"
+        "torch.set_num_threads(2)\n"
+        f"torch.save({{'weight': torch.ones(200, 130)}}, {path!r})\n"
+        "linear = torch.nn.Linear(130, 200, bias=False)\n"
+        f"linear.load_state_dict(torch.load({path!r}))\n"
+        "torch.ones(1000, 1000).exp()  # starts the threads\n"
+        "def work():\n"
+        "  signal.alarm(20)\n"
+        "  storage = linear.weight.untyped_storage()\n"
+        "  storage.resize_(storage.nbytes() + 64)\n"
+        "  return linear.weight.detach().numpy().tolist() == [[1.0] * 130] * 200\n"
+        "say([trims_shim.stats().elided_copies, join(fork(work))])\n",
+        min_bytes="1",
+    )
+    assert said == [1, True]
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_multiprocessing(running: World, method: str) -> None:
     world = running

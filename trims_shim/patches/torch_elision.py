@@ -70,7 +70,7 @@ from trims_shim.patches.torch_stock_load import (
     registered,
     stock_pairs,
 )
-from trims_shim.patches.torch_storage import bytes_over, storage_of
+from trims_shim.patches.torch_storage import storage_of
 
 __all__ = ["ALIGNMENT_BYTES", "MIN_SIZE_BYTES", "load", "make_resizable"]
 
@@ -379,8 +379,10 @@ def make_resizable(storage: torch.UntypedStorage, *, keeps_bytes: bool) -> None:
             return
         with unseen():
             # Equally large, or empty: torch swaps no others.
-            empty = torch.empty(0, device="cpu")
-            own = (bytes_over(storage).clone() if keeps_bytes else empty).untyped_storage()
+            size = storage.nbytes() if keeps_bytes else 0
+            own = torch.empty(size, dtype=torch.uint8, device="cpu").untyped_storage()
+        # Not by torch, which may use its threads: a forked child would wait for its parent's.
+        ctypes.memmove(own.data_ptr(), storage.data_ptr(), size)
         torch_repoint.move([storage], [own], ())
         if has_views(storage):
             storage._trims_mapping = own  # type: ignore[attr-defined]
