@@ -120,7 +120,8 @@ def _after_fork_in_child() -> None:
     _forking.clear()
     for name, lock in _locks_of_modules():
         if lock.owner not in (None, thread):
-            lock.acquire = functools.partial(_acquire_for_others, name, lock.acquire)
+            with contextlib.suppress(AttributeError):  # of a Python whose locks are closed
+                lock.acquire = functools.partial(_acquire_for_others, name, lock.acquire)
 
 
 def _locks_of_modules() -> list[tuple[str, Any]]:
