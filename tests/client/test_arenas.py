@@ -18,6 +18,7 @@ from forks import passes_in_child
 from harness import PATIENCE_S
 
 from trims_shim.client import arenas
+from trims_shim.client.addresses import AddressIndex
 from trims_shim.client.arenas import Arena, Image
 from trims_shim.errors import MemoryFailure
 
@@ -198,6 +199,19 @@ class TestFind:
         del many, arena
         assert all(arenas.find(each.address, 1) for each in survivors)
         assert not any(arenas.find(address, 1) for address in dropped)
+
+    def test_what_was_mapped_since_the_last_look(self, held: Held) -> None:
+        first = held.map()
+        assert arenas.find(first.address, 1) == (held.image, 0)
+        second = held.map()
+        assert arenas.find(second.address, 1) == (held.image, 0)
+
+    def test_in_the_middle_of_a_removal(self) -> None:
+        index: AddressIndex[str] = AddressIndex()
+        index.add(64, 8, lambda: "owner")
+        assert index.find(64, 8) == ("owner", 0)
+        del index._entries[64]
+        assert index.find(64, 8) is None
 
     def test_threads_and_the_collector(self, held: Held) -> None:
         """Whoever loses a race is told "unknown", never another image."""
