@@ -621,6 +621,11 @@ class TestLeads:
         assert (opened.outcome, opened.size_bytes) == ("hit", 8 + len(file.content))
         client.offers.popitem()[1].close()
 
+        front.tiers.close_session(client.number, clock.now_ns())
+        front.openings.execute(front.host, front.host.store.relieve(1))
+        assert not file.offer(front, client, lead_bytes=8).is_loading
+        assert front.host.store.ingest_count() == 0, "once it is gone, it is as never asked for"
+
     def test_it_is_not_made_if_it_would_be_gone_before_the_next(
         self, front: HostFront, file: File, monkeypatch: pytest.MonkeyPatch
     ) -> None:
