@@ -6,6 +6,7 @@ Here with a host tier and without sockets; tests/faults and tests/client have a 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import logging
@@ -30,11 +31,13 @@ from trims_shim.daemon.front import Request
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.sessions import Limits, Session, Sessions
+from trims_shim.daemon.tiers import DeviceTier
 from trims_shim.daemon.values import (
     Announce,
     GrantLease,
     Opening,
     RefuseRequest,
+    StartIngest,
 )
 from trims_shim.daemon.waiting import Waiting
 from trims_shim.errors import (
@@ -683,3 +686,58 @@ class TestLeads:
         assert file.offer(front, client, lead_bytes=64).is_loading
         assert len(client.offers) == 1
         client.offers.popitem()[1].close()
+
+
+@pytest.mark.usefixtures("no_leak")
+@pytest.mark.parametrize(
+    ("failing", "is_promoted", "is_copied"),
+    [((), True, True), ((1,), False, True), ((2,), True, False), ((1, 2), False, False)],
+    ids=["enough", "for the promotion", "for the copy", "for both"],
+)
+def test_a_load_onto_a_device_without_descriptors(
+    front: HostFront,
+    file: File,
+    monkeypatch: pytest.MonkeyPatch,
+    failing: tuple[int, ...],
+    is_promoted: bool,
+    is_copied: bool,
+) -> None:
+    """It takes the file: neither the image of the host tier nor that of another device."""
+    client = front.client(OWN)
+    file.request(front, client)
+    front.work()
+    (image,) = front.host.store.images()
+    segment = front.host.loader.segment(image.digest)
+    offer = client.offers[file.offered(client).ticket]
+    opening = Opening(client.number, 9, OWN, offer.identity(), str(file.path))
+    peer, tier = DeviceTier.__new__(DeviceTier), DeviceTier.__new__(DeviceTier)
+    outlined = DeviceSegment(GPU, "vmm", (1,), (), (), segment.descriptor, 7, "0" * 64)
+    held, started = [], []
+    peer.store = SimpleNamespace(hold=held.append)  # type: ignore[assignment]
+    peer.loader = SimpleNamespace(segment=lambda _: outlined)  # type: ignore[assignment]
+
+    def start(action: StartIngest, descriptor: int, *, digest: str, source: Any) -> None:
+        started.append((os.fstat(descriptor).st_ino, digest, source))
+        os.close(descriptor)
+        if source is not None:
+            source.segment.close()
+
+    tier.loader = SimpleNamespace(start=start)  # type: ignore[assignment]
+    monkeypatch.setattr(front.tiers, "peer_with", lambda *_: peer)
+    calls, duplicate = itertools.count(1), os.dup
+
+    def dup(descriptor: int) -> int:
+        if next(calls) in failing:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return duplicate(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "dup", dup)
+        front.openings.execute(tier, [StartIngest(5, opening, False)], offer=offer)
+    ((inode, digest, source),) = started
+    expected = os.fstat(segment.descriptor) if is_promoted else os.stat(file.path)
+    assert inode == expected.st_ino
+    assert digest == (image.digest if is_promoted else "")
+    assert ((source is not None), held) == (is_copied, [image.digest] if is_copied else [])
+    assert list(front.openings._copies) == ([5] if is_copied else [])
+    assert front.counters["images_promoted"] == (is_promoted and not is_copied)
