@@ -19,7 +19,8 @@ from harness import PATIENCE_S
 import trims_shim
 from trims_shim import config
 from trims_shim.client import cache as caches
-from trims_shim.client import pool
+from trims_shim.client import device_arenas, pool
+from trims_shim.client.arenas import Image
 from trims_shim.client.cache import Cache, exchange
 from trims_shim.client.connection import DaemonDied, Granted, check_protocol
 from trims_shim.errors import (
@@ -51,6 +52,10 @@ class StubLine:
 
     def open_image(self, descriptor: int, name: str, *, tier: str = "host") -> Granted:
         granted: Granted = self.answer(name)
+        return granted
+
+    def open_aligned(self, descriptor: int, name: str, lead_bytes: int) -> Granted | None:
+        granted: Granted | None = self.answer(name)
         return granted
 
     def request(self, message: Any) -> Any:
@@ -91,6 +96,13 @@ def fail(error: Exception) -> Callable[[Any], Any]:
     return answer
 
 
+def grant(size_bytes: int, *, is_settled: bool = True) -> Granted:
+    segment = os.memfd_create("segment")
+    os.truncate(segment, size_bytes)
+    reply = messages.OpenImageReply(1, "a" * 64, size_bytes, "hit", is_settled)
+    return Granted(reply, segment)
+
+
 def test_a_line_is_used_again() -> None:
     dialled = Dialled(lambda message: message)
     assert [dialled.cache.request(number) for number in range(3)] == [0, 1, 2]
@@ -102,15 +114,10 @@ def test_an_interrupt_while_an_image_is_noted(
 ) -> None:
     """Found: its descriptor was lost, and with it the memory."""
 
-    def grant(name: str) -> Granted:
-        segment = os.memfd_create("segment")
-        os.truncate(segment, 4096)
-        return Granted(messages.OpenImageReply(1, "a" * 64, 4096, "hit", True), segment)
-
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    dialled = Dialled(grant)
+    dialled = Dialled(lambda name: grant(4096))
     with (
         open(make_file(b"x" * 4096), "rb") as file,
         monkeypatch.context() as patch,
@@ -119,6 +126,55 @@ def test_an_interrupt_while_an_image_is_noted(
         patch.setattr(caches, "_note", interrupted)
         dialled.cache.open(file.fileno(), name="x", min_bytes=1)
     assert [each.is_open for each in dialled.lines] == [False]
+
+
+@pytest.mark.parametrize("is_settled", [True, False])
+def test_what_may_still_change_is_asked_for_again(
+    no_leak: None,
+    make_file: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_settled: bool,
+) -> None:
+    """With the same times and size, a file that was written just now can get other bytes."""
+    asked: list[str] = []
+
+    def answer(name: str) -> Granted:
+        asked.append(name)
+        return grant(4096, is_settled=is_settled)
+
+    arena = types.SimpleNamespace(digest="a" * 64, size_bytes=4096)
+    monkeypatch.setattr(device_arenas, "adopt", lambda *_, **__: arena)
+    digest = arena.digest if is_settled else ""
+    with open(make_file(b"x" * 4096), "rb") as file:
+        cache = Dialled(answer).cache
+        cache.open_device(file.fileno(), name="x", device="GPU-1", min_bytes=1)
+        assert cache.digest_of(file.fileno()) == digest
+        cache, asked[:] = Dialled(answer).cache, []
+        arenas = [cache.open(file.fileno(), name="x", min_bytes=1) for _ in range(2)]
+        assert cache.digest_of(file.fileno()) == digest
+    assert len(asked) == (1 if is_settled else 2)
+    del arenas
+
+
+@pytest.mark.parametrize("size_bytes", [4096, 4103, 4105])
+def test_an_image_with_a_lead_of_another_size(no_leak: None, size_bytes: int) -> None:
+    """Its bytes would be taken for those of the image."""
+    dialled = Dialled(lambda name: grant(size_bytes))
+    image = Image(os.memfd_create("m"), 4096, digest="b" * 64, name="m")
+    with pytest.raises(WireError, match=f"{size_bytes} bytes for 4096"):
+        dialled.cache.aligned(image, 8)
+
+
+def test_an_image_with_a_lead_is_kept_until_it_is_closed(no_leak: None) -> None:
+    dialled = Dialled(lambda name: grant(4096 + 8))
+    image = Image(os.memfd_create("m"), 4096, digest="b" * 64, name="m")
+    first = dialled.cache.aligned(image, 8)
+    assert first is not None
+    assert dialled.cache.aligned(image, 8) is first
+    first.release()
+    second = dialled.cache.aligned(image, 8)
+    assert second is not None
+    assert second.is_open
 
 
 def test_a_line_that_ended_meanwhile_is_replaced() -> None:
