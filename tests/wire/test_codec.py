@@ -116,6 +116,14 @@ def test_an_integer_is_a_float_where_one_is_expected() -> None:
     assert type(decoded.idle_exit_s) is float
 
 
+def test_a_pair_has_two_items() -> None:
+    pair: Any = tuple[str, int]
+    assert codec.checked(pair, ["a", 1]) == ("a", 1)
+    for value in ([], ["a"], ["a", 1, 1], [1, "a"], ["a", "a"]):
+        with pytest.raises(MalformedMessage):
+            codec.checked(pair, value)
+
+
 def test_an_integer_has_64_bits() -> None:
     """Maps that were read elsewhere may hold larger ones, and could not be sent on."""
     for value in (-(1 << 63), (1 << 64) - 1):
