@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 
 from trims_shim import config
 from trims_shim._version import __version__
@@ -302,6 +303,17 @@ class TestLife:
             server._accept()
         assert server.is_stopping
         assert server.counters["refused_clients"] == 0
+
+    def test_descriptors_are_kept_for_the_control_connections_that_are_to_come(
+        self, server: Server, connect: Connect
+    ) -> None:
+        connect()
+        assert server.sessions.missing_controls() == 1
+        with server._context.socket(zmq.DEALER) as control:
+            control.linger = 0
+            control.connect(f"ipc://{server.endpoint.control(server.instance)}")
+            while server.sessions.missing_controls():
+                server._turn()
 
     def test_a_client_that_cannot_be_watched(
         self, server: Server, monkeypatch: pytest.MonkeyPatch
