@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import selectors
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -166,6 +167,17 @@ class TestPackets:
         server._read_session(client.session, 2)
         assert not client.is_open
         assert server.counters["rejected_packets"] == 0, "it has only gone"
+
+    def test_those_of_a_turn_are_shared_among_clients(
+        self, server: Server, connect: Connect
+    ) -> None:
+        for client in (connect(), connect()):
+            connection = client.session.connection
+            server._selector.register(connection, selectors.EVENT_READ, client.session)
+            for _ in range(40):
+                client.send(messages.StatsReport({"n": 1}))
+        server._turn()
+        assert 0 < server.counters["client.n"] <= 64
 
     def test_what_is_offered_later_is_found(self, server: Server, connect: Connect) -> None:
         """The offer was sent before the request, but on another socket."""
