@@ -215,6 +215,15 @@ class TestPackets:
         assert client.say(messages.LeaseRelease(7)) == []
         assert released == [(client.session.number, 7)] * 2
 
+    def test_what_was_asked_for_is_withdrawn(
+        self, server: Server, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        withdrawn: list[tuple[Any, int]] = []
+        monkeypatch.setattr(server.openings, "withdraw", lambda *asked: withdrawn.append(asked))
+        client = connect()
+        assert client.say(messages.OfferWithdrawal(7)) == []
+        assert withdrawn == [(client.session, 7)]
+
 
 class TestFrames:
     @pytest.fixture
@@ -326,6 +335,24 @@ class TestLife:
             control.connect(f"ipc://{server.endpoint.control(server.instance)}")
             while server.sessions.missing_controls():
                 server._turn()
+
+    def test_a_client_for_whom_no_descriptor_is_left_waits(
+        self, server: Server, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full() -> None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        with handover.new_socket() as client:
+            client.connect(server.endpoint.handover)
+            handover.send(client, HELLO)
+            with monkeypatch.context() as patch:
+                patch.setattr(server, "_listener", SimpleNamespace(accept=full))
+                server._turn()
+            assert (len(server.sessions), server.counters["refused_clients"]) == (0, 1)
+            server._turn()
+            packet = handover.receive(client)
+            assert packet is not None
+            assert len(packet.message.token) == 16
 
     def test_a_client_that_cannot_be_watched(
         self, server: Server, monkeypatch: pytest.MonkeyPatch
