@@ -281,6 +281,7 @@ class TestFrames:
 
 class TestLife:
     def test_who_connects_is_let_in(self, server: Server) -> None:
+        watched = len(server._selector.get_map())
         clients = [handover.new_socket() for _ in range(3)]
         for each in clients:
             each.connect(server.endpoint.handover)
@@ -307,6 +308,9 @@ class TestLife:
         assert server.counters["client.n"] == 1
         for each in clients:
             each.close()
+        server._turn()
+        assert len(server.sessions) == 0
+        assert len(server._selector.get_map()) == watched, "others may get the same descriptors"
 
     def test_a_signal_among_clients_that_are_let_in(
         self, server: Server, caplog: pytest.LogCaptureFixture
