@@ -267,6 +267,7 @@ class TestFrames:
         bad = [(forged,), (none,), (long,), (good, good), (), (b"?",)]
         for parts in bad:
             server._on_frames(self.frames(*parts))
+        assert {number for _, number, _ in control.replies} == {0}, "of no request"
         assert [reply.error for _, _, reply in control.replies] == [
             "AccessDenied",
             "AccessDenied",
