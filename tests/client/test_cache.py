@@ -29,6 +29,7 @@ from trims_shim.errors import (
     DaemonUnavailable,
     IncompatibleDaemon,
     LoadStalled,
+    NoSpace,
     NotServed,
     TooManyRequests,
     UnknownImage,
@@ -154,6 +155,35 @@ def test_what_may_still_change_is_asked_for_again(
         assert cache.digest_of(file.fileno()) == digest
     assert len(asked) == (1 if is_settled else 2)
     del arenas
+
+
+@pytest.mark.parametrize("is_dropped", [True, False])
+def test_a_full_device_is_asked_again_if_we_gave_memory_back(
+    no_leak: None,
+    make_file: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_dropped: bool,
+) -> None:
+    """An earlier model of this program may not have been unmapped yet."""
+    dropped: list[float] = []
+    asked: list[str] = []
+
+    def answer(name: str) -> Granted:
+        asked.append(name)
+        if not dropped:
+            raise NoSpace("full")
+        return grant(4096)
+
+    arena = types.SimpleNamespace(digest="a" * 64, size_bytes=4096)
+    monkeypatch.setattr(device_arenas, "adopt", lambda *_, **__: arena)
+    monkeypatch.setattr(device_arenas, "dropped", lambda: len(dropped))
+    monkeypatch.setattr(device_arenas, "reap", dropped.append if is_dropped else lambda _: None)
+    with (
+        open(make_file(b"x" * 4096), "rb") as file,
+        contextlib.nullcontext() if is_dropped else pytest.raises(NoSpace),
+    ):
+        Dialled(answer).cache.open_device(file.fileno(), name="x", device="GPU-1", min_bytes=1)
+    assert len(asked) == (2 if is_dropped else 1)
 
 
 @pytest.mark.parametrize("size_bytes", [4096, 4103, 4105])
