@@ -741,3 +741,16 @@ def test_a_load_onto_a_device_without_descriptors(
     assert ((source is not None), held) == (is_copied, [image.digest] if is_copied else [])
     assert list(front.openings._copies) == ([5] if is_copied else [])
     assert front.counters["images_promoted"] == (is_promoted and not is_copied)
+
+
+@pytest.mark.usefixtures("no_leak")
+def test_an_image_that_no_tier_has_any_more_is_read_from_the_file(
+    front: HostFront, file: File
+) -> None:
+    client = front.client(OWN)
+    offer = client.offers[file.offered(client).ticket]
+    assert not front.openings._promote("0" * 64, offer)
+    tier = DeviceTier.__new__(DeviceTier)
+    assert front.openings._begin_copy(tier, 5, "0" * 64, is_promoted=False) is None
+    assert offer.identity().inode == os.stat(file.path).st_ino
+    offer.close()
