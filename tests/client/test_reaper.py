@@ -179,19 +179,29 @@ def test_settling_gives_up_on_a_device_that_is_busy_for_ever() -> None:
     assert reaper.settle(PATIENCE_S)
 
 
-def test_without_a_thread_the_next_one_takes_it_along(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()], ids=repr)
+def test_without_a_thread_the_next_one_takes_it_along(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     reaper: Reaper[Thing] = Reaper(idle)
     first, second = Thing(), Thing()
-    with monkeypatch.context() as patch:
 
-        def refuse(*_: object) -> None:
-            raise RuntimeError("can't start new thread")
+    def refuse(*_: object) -> None:
+        raise error
 
-        patch.setattr("_thread.start_new_thread", refuse)
-        reaper.retire(first)
+    def retire_without_a_thread(thing: Thing) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("_thread.start_new_thread", refuse)
+            reaper.retire(thing)
+
+    retire_without_a_thread(first)
     assert first.drops == 0
     reaper.retire(second)
     wait_until(lambda: first.drops == second.drops == 1, "both dropped")
+    assert reaper.settle(PATIENCE_S)
+    retire_without_a_thread(third := Thing())
+    assert reaper.settle(PATIENCE_S)
+    assert third.drops == 1
 
 
 def test_a_finalizer_inside_the_reaper_s_own_steps() -> None:

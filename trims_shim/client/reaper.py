@@ -96,7 +96,7 @@ class Reaper(Generic[_Image]):
         try:
             # Not threading.Thread: its start takes locks that the interrupted code may hold.
             _thread.start_new_thread(self._run, ())
-        except RuntimeError:
+        except (RuntimeError, MemoryError):
             # No thread can start; the next retirement tries again, for this image too.
             self._is_running.release()
 
