@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from harness import PATIENCE_S, wait_until
@@ -145,6 +146,16 @@ def test_a_device_that_cannot_be_waited_for_holds_up_no_other() -> None:
     reaper.retire(stuck)
     is_ready.set()
     wait_until(lambda: stuck.drops == 1, "dropped in the end")
+
+
+def test_a_device_that_cannot_be_waited_for_is_asked_less_and_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers, pauses, thing = [False] * 8 + [True], list[float](), Thing()
+    monkeypatch.setattr("trims_shim.client.reaper.time", SimpleNamespace(sleep=pauses.append))
+    Reaper[Thing](lambda index: answers.pop(0)).retire(thing)
+    wait_until(lambda: thing.drops, "it is dropped")
+    assert pauses == [0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.25, 0.25]
 
 
 def test_settling_waits_for_the_last_drop() -> None:
