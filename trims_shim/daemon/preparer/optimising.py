@@ -262,7 +262,10 @@ def _write_weights(
     turned = {each.offset_bytes: each for each in transposed}
     if result.size_bytes:
         # Without room for all of it nothing is written; the gaps between the copies are zero.
-        os.posix_fallocate(target, 0, result.size_bytes)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(target, 0, result.size_bytes)
+        else:  # macOS, for models in stages
+            os.ftruncate(target, result.size_bytes)
     for copy in result.copies:
         end = copy.source_offset + copy.size_bytes
         with data[copy.source_offset : end] as part:
