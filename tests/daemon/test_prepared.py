@@ -798,8 +798,11 @@ class TestTrust:
             raise NotServed("not_python", "it is a web server")
 
         monkeypatch.setattr(prepared_module, "interpreter_of", refuse)
-        assert world.outcome(model) == "refused not_python"
-        assert not world.is_preparing()
+        world.make(model)
+        world.hit(model)
+        (order,) = world.preparer.orders
+        assert (order.request.path, order.request.package) == (str(model), "")
+        assert (order.interpreter, list(order.search_path)) == (interpreter(), search_path())
 
     @pytest.mark.parametrize("path", ["m.onnx", "/m\0.onnx", "/" + "m" * 5000])
     def test_a_path_that_is_none(self, world: World, model: Path, path: str) -> None:

@@ -175,6 +175,8 @@ def externals(descriptor: int, path: str) -> Iterator[dict[str, int]]:
                 if is_inside(path, location):
                     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
                     found[location] = os.open(external_path(path, location), flags)
+                    # The daemon takes the attributes that the kernel has: now they are fresh.
+                    os.fstat(found[location])
         yield found
     finally:
         for each in found.values():

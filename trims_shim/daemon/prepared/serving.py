@@ -479,11 +479,16 @@ class PreparedModels:
         )
 
     def _interpreter_for(self, opening: _Opening) -> Interpreter:
+        """The client's, or where it has none that could be started from here, ours."""
         peer, message = opening.session.peer, opening.message
-        if self._namespace_problem(opening.session):
-            return our_interpreter()
-        path = interpreter_of(peer.pid, peer.uid)
-        return Interpreter(path, message.search_path, message.package)
+        if not self._namespace_problem(opening.session):
+            try:
+                path = interpreter_of(peer.pid, peer.uid)
+                return Interpreter(path, message.search_path, message.package)
+            except NotServed as error:
+                if error.reason != "not_python":
+                    raise
+        return our_interpreter()
 
     def _check_memory(self, size_bytes: int) -> None:
         """Models that were offered as memory stay there until they are prepared."""
