@@ -64,7 +64,7 @@ def entry(key: str, value: str) -> Any:
 def test_of_a_session_without_options() -> None:
     plain = recipes.recipe_of(recipes.read_settings(None, None, None, None), prepack="share")
     assert plain == recipe() == recipes.default_recipe(prepack="share")
-    assert plain.runtime == onnxruntime.__version__
+    assert plain.runtime == binding.get_version_string()
     assert plain.level == "ORT_ENABLE_ALL"
     assert plain.providers == ((CPU,),)
     assert plain.prepack == "share"

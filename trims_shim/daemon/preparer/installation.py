@@ -33,7 +33,6 @@ def installation() -> Installation:
     To be called when onnxruntime is imported: later, another one may have been installed in its
     place, while this process still runs the one that it has loaded.
     """
-    import onnxruntime
     from onnxruntime.capi import onnxruntime_pybind11_state as binding
 
     library = os.path.abspath(binding.__file__)
@@ -44,7 +43,8 @@ def installation() -> Installation:
     libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else ""
     return Installation(
         package=os.path.dirname(os.path.dirname(library)),
-        runtime=str(onnxruntime.__version__),
+        # Not the package's version: that of some builds is another, and changes amid the import.
+        runtime=binding.get_version_string(),
         build=f"{binding.get_build_info()}; {status.st_size} bytes of {made}; {libc}",
     )
 
