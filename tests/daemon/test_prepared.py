@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 import pytest
-from harness import PATIENCE_S, wait_until
+from harness import PATIENCE_S, open_descriptors, wait_until
 from prepared_models import RECIPE, FakePreparer, digest_of, identity_of
 
 from trims_shim.children import NoInterpreter, interpreter, search_path
@@ -574,6 +574,15 @@ class TestExternalFiles:
         directory.rename(model.parent / "other")
         directory.symlink_to("other")
         world.hit(model)
+
+    def test_what_is_shown_for_nothing_is_closed(
+        self, world: World, model: Path, external: Path
+    ) -> None:
+        """Found: of a client that had once met a daemon in another container, it was not."""
+        world.make(model)
+        before = open_descriptors()
+        world.hit(model, shown=world.directory, externals={"w.bin": external})
+        assert open_descriptors() <= before
 
     def test_a_server_that_is_gone_keeps_nobody_else_waiting(
         self, world: World, model: Path, external: Path, monkeypatch: pytest.MonkeyPatch

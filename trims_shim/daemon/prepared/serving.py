@@ -25,7 +25,7 @@ import queue
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from trims_shim.daemon import clock
@@ -128,10 +128,14 @@ class _Opening(NamedTuple):
 
 @dataclass(slots=True)
 class _LookUp:
-    """A request for a model that is known, if its external files are still what they were."""
+    """A request for a model that is known, if its external files are still what they were.
+
+    ``held`` is everything that came with it.
+    """
 
     opening: _Opening
     known: Known
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     found: tuple[Identity, ...] | None = None
 
 
@@ -300,8 +304,9 @@ class PreparedModels:
             known = self._recall(opening)
             if known is None or not known.externals or known.directory == ELSEWHERE:
                 return self._reply(opening, known)
-            self._lookups.submit(self._look_up, _LookUp(opening, known))
-            held.pop_all()
+            lookup = _LookUp(opening, known)
+            self._lookups.submit(self._look_up, lookup)
+            lookup.held = held.pop_all()
         return None
 
     def _recall(self, opening: _Opening) -> Known | None:
@@ -321,7 +326,7 @@ class PreparedModels:
 
     def _on_looked_up(self, event: _LookUp) -> None:
         opening, known = event.opening, event.known
-        with opening.offer:
+        with event.held:
             found = known if event.found == known.externals else None
             if found is None:
                 self._store.unlearn(known)
