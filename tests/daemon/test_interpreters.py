@@ -11,7 +11,7 @@ import pytest
 from harness import wait_until
 
 from trims_shim.daemon.prepared import interpreters
-from trims_shim.daemon.prepared.interpreters import cpu_identity, interpreter_of
+from trims_shim.daemon.prepared.interpreters import cpu_identity, interpreter_of, namespace_problem
 from trims_shim.errors import NotServed
 
 
@@ -30,6 +30,10 @@ class TestInterpreter:
         with pytest.raises(NotServed) as caught:
             interpreter_of(pid, os.getuid())
         assert caught.value.reason == reason
+
+    def test_a_process_of_another_pid_namespace(self) -> None:
+        """Found: people were told that there is no /proc/0/ns/mnt."""
+        assert namespace_problem(0) == "the client is in another PID namespace (a container?)"
 
     def test_another_program(self) -> None:
         child = subprocess.Popen(["sleep", "600"])

@@ -70,7 +70,7 @@ def interpreter_of(pid: int, uid: int) -> str:
     process = f"/proc/{pid}"
     try:
         if pid <= 0:
-            raise NotServed("other_namespace", "the client is in another PID namespace")
+            raise NotServed("other_namespace", namespace_problem(pid))
         if os.stat(process).st_uid != uid:
             raise NotServed("other_user", f"process {pid} is another user's")
         problem = namespace_problem(pid)
@@ -91,6 +91,8 @@ def interpreter_of(pid: int, uid: int) -> str:
 
 def namespace_problem(pid: int) -> str:
     """Why paths may mean other files to a process than to us; empty if they do not."""
+    if pid <= 0:
+        return "the client is in another PID namespace (a container?)"
     for place in ("ns/mnt", "root"):
         try:
             if not _is_same(f"/proc/{pid}/{place}", f"/proc/self/{place}"):
