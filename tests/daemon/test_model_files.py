@@ -124,6 +124,7 @@ class TestOfferedFiles:
         daemon = Daemon()
         reply = self.prepare(offered[0], {}, directory, daemon)
         assert (reply.reason, reply.is_lasting) == ("external_missing", False)
+        assert "more than 16 such files, or the model is larger than 16 MB" in reply.message
         assert "sub/weights.bin" in reply.message
         assert daemon.hashed == []
 

@@ -28,6 +28,11 @@ __all__ = ["ModelFiles"]
 
 _EXTERNALS_LIMIT = 4096
 """Their names go into one message."""
+_NOT_OFFERED = (
+    "the client, which is in another container, did not offer it: it is not in the model's "
+    "directory, or there are more than 16 such files, or the model is larger than 16 MB without "
+    "them"
+)
 _COPIES = "source"
 _COPY_BYTES = 1 << 20
 
@@ -159,8 +164,9 @@ class ModelFiles:
         assert self._offered is not None
         descriptor = self._offered.get(location)
         if descriptor is None:
-            message = f"its data at {location!r:.200} was not offered by the client"
-            raise Refusal("external_missing", message, is_lasting=False)
+            raise Refusal(
+                "external_missing", f"{location!r:.200}: {_NOT_OFFERED}", is_lasting=False
+            )
         return _hashed(descriptor, location, f"/proc/self/fd/{descriptor}")
 
 
