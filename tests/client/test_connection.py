@@ -917,6 +917,34 @@ def test_only_a_reply_answers_a_request_for_a_prepared_model(daemon: Daemon) -> 
     connection.close()
 
 
+def test_what_an_older_daemon_does_not_take_is_withdrawn(daemon: Daemon) -> None:
+    """Found: it closed the connection, and ended its leases, as more and more was left."""
+    heard: list[Any] = []
+
+    def listen() -> None:
+        packet = daemon.hear()
+        heard.append(packet.message)
+        if packet.descriptor is not None:
+            os.close(packet.descriptor)
+
+    def refuse() -> None:
+        reply = messages.OpenPreparedReply("refused", reason="other_namespace")
+        handover.send(daemon.peer, reply)
+
+    offers = [listen] * 4
+    thread = daemon.talk(listen, daemon.welcome, *offers, listen, refuse, listen, listen, listen)
+    connection = Connection(daemon.endpoint, stall_timeout_s=PATIENCE_S)
+    with open("/dev/null") as file:
+        null = file.fileno()
+        connection.open_prepared(
+            REQUEST, descriptor=null, directory=null, externals={"a": null, "b": null}
+        )
+    thread.join(PATIENCE_S)
+    assert [each.ticket for each in heard[1:5]] == [1, 2, 3, 4]
+    assert heard[6:] == [messages.OfferWithdrawal(ticket) for ticket in (2, 3, 4)]
+    connection.close()
+
+
 def test_a_reply_to_another_request(daemon: Daemon) -> None:
     def answer() -> None:
         daemon.routing, body = daemon.control.recv_multipart()

@@ -229,6 +229,11 @@ class Connection:
             reply = self._exchange_packets(request)
         if not isinstance(reply, messages.OpenPreparedReply):
             raise WireError(f"{type(reply).__name__} answers OpenPreparedRequest")
+        if reply.reason == "other_namespace":
+            # An older daemon has not taken what it does not know of.
+            for ticket in (request.directory, *(each.ticket for each in request.externals)):
+                if ticket:
+                    self._post(messages.OfferWithdrawal(ticket))
         return reply
 
     def _offer(self, descriptor: int | None) -> int:
