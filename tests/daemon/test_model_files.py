@@ -118,6 +118,15 @@ class TestOfferedFiles:
         for name in ("model.onnx", "weights.bin"):
             assert (again / name).read_bytes() == (directory / name).read_bytes()
 
+    def test_they_need_not_be_opened_again(
+        self, offered: tuple[int, dict[str, int]], directory: Path
+    ) -> None:
+        """Found: a container's root can open what the daemon's cannot, and offer that."""
+        source, externals = offered
+        for each in (source, *externals.values()):
+            os.fchmod(each, 0)
+        assert self.prepare(source, externals, directory, Daemon()).reason == ""
+
     def test_one_that_is_missing(
         self, offered: tuple[int, dict[str, int]], directory: Path
     ) -> None:
@@ -155,7 +164,7 @@ class TestOfferedFiles:
         def full(*_: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(model_files.shutil, "copyfileobj", full)
+        monkeypatch.setattr(model_files, "_copy", full)
         reply = self.prepare(*offered, directory, Daemon())
         assert (reply.reason, reply.is_lasting) == ("disk_full", False)
         assert os.listdir(directory) == []

@@ -180,8 +180,10 @@ def _hashed(descriptor: int, location: str, path: str) -> ExternalFile:
 
 def _copy(descriptor: int, path: str) -> None:
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    with open(f"/proc/self/fd/{descriptor}", "rb") as source, open(path, "wb") as target:
-        shutil.copyfileobj(source, target, _COPY_BYTES)
+    # Not opened once more: who could open it may have had other rights.
+    with open(path, "wb") as target:
+        while data := os.pread(descriptor, _COPY_BYTES, target.tell()):
+            target.write(data)
 
 
 def _read(view: memoryview) -> OnnxModel:
