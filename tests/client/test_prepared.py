@@ -261,6 +261,16 @@ def test_in_another_container_the_directory_is_shown(
     assert line.externals == [{}, {}, {"w.bin": 7}, {}]
 
 
+def test_a_relative_directory_where_the_working_directory_is_gone(
+    reply: OpenPreparedReply, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: an internal error."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert Dialled(reply, cache_dir="here").open(digest="d").path == reply.model
+
+
 def test_a_lease_is_given_back_over_its_own_connection(reply: OpenPreparedReply) -> None:
     dialled = Dialled(reply, reply._replace(lease=8))
     one = dialled.open(digest="d")

@@ -169,10 +169,11 @@ class Cache:
         TrimsError when the cache cannot help.
         """
         request = messages.OpenPreparedRequest(0, path, digest, recipe, package, search_path)
-
-        directory = directory_of(
-            self.config.cache_dir, cache_home=self.config.cache_home, name="prepared"
-        )
+        directory = ""
+        with contextlib.suppress(OSError):  # The name is relative to a directory that is gone.
+            directory = directory_of(
+                self.config.cache_dir, cache_home=self.config.cache_home, name="prepared"
+            )
 
         def ask(connection: Line) -> tuple[messages.OpenPreparedReply, PreparedLease]:
             was_elsewhere = self._is_elsewhere
