@@ -738,6 +738,20 @@ class TestTrust:
         assert world.outcome(model, **asked) == "refused external_missing"
         assert asked["session"].offers == {}
 
+    def test_what_one_container_lacks_another_may_have(
+        self, world: World, model: Path, tmp_path: Path
+    ) -> None:
+        """Found: it was refused to all of them, for up to an hour."""
+        world.preparer.externals = ("w.bin",)
+        theirs = tmp_path / "theirs.bin"
+        theirs.write_bytes(b"w" * 100)
+        asked = world.elsewhere()
+        for others in ({}, {"w.bin": tmp_path}):
+            world.make(model, externals=others, **asked)
+            assert world.outcome(model, externals=others, **asked).startswith("refused ")
+        world.make(model, externals={"w.bin": theirs}, **asked)
+        world.hit(model, externals={"w.bin": theirs}, **asked)
+
     def test_equal_external_files_are_equal_models(
         self, world: World, model: Path, tmp_path: Path
     ) -> None:

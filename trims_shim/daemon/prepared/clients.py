@@ -108,9 +108,23 @@ def directory_of_model(message: messages.OpenPreparedRequest, *, is_elsewhere: b
 
 
 def flight_of(
-    message: messages.OpenPreparedRequest, identity: Identity | None, directory: str
+    message: messages.OpenPreparedRequest,
+    identity: Identity | None,
+    directory: str,
+    offers: Mapping[str, Offer],
 ) -> Flight:
     """What a request asks for, as far as it is known before the model is hashed."""
     if identity is None or not message.path:
         return message.digest or identity, message.recipe
-    return identity, directory, message.recipe
+    if directory != ELSEWHERE:
+        return identity, directory, message.recipe
+    # What one container lacks another may have.
+    return identity, frozenset(map(_named_identity, offers.items())), message.recipe
+
+
+def _named_identity(offered: tuple[str, Offer]) -> tuple[str, Identity | None]:
+    location, offer = offered
+    try:
+        return location, offer.identity()
+    except TrimsError:
+        return location, None

@@ -399,7 +399,7 @@ class PreparedModels:
         self._drop_if_damaged(key)
         asking = Asking(
             opening.session.number,
-            flight_of(message, identity, self._directory_of(opening)),
+            flight_of(message, identity, self._directory_of(opening), opening.externals),
             key,
             message.path,
             message.recipe.runtime[:RUNTIME_LIMIT],
