@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,6 +127,42 @@ class TestOfferedFiles:
         for each in (source, *externals.values()):
             os.fchmod(each, 0)
         assert self.prepare(source, externals, directory, Daemon()).reason == ""
+
+    def test_two_names_of_one_file(
+        self, offered: tuple[int, dict[str, int]], directory: Path, tmp_path: Path
+    ) -> None:
+        _, externals = offered
+        path = tmp_path / "twice.onnx"
+        save_external(perceptron(), "sub/weights.bin")(path)
+        model = onnx.load(str(path), load_external_data=False)
+        for entry in model.graph.initializer[0].external_data:
+            if entry.key == "location":
+                entry.value = "./sub/weights.bin"
+        path.write_bytes(model.SerializeToString())
+        (tmp_path / "sub" / "weights.bin").unlink()
+        both = dict.fromkeys((*externals, "./sub/weights.bin"), externals["sub/weights.bin"])
+        with opened(path) as source:
+            assert self.prepare(source, both, directory, Daemon()).reason == ""
+
+    def test_names_that_the_directory_takes_for_one(
+        self,
+        offered: tuple[int, dict[str, int]],
+        directory: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """As one that ignores the case of letters."""
+        monkeypatch.setattr(
+            model_files, "external_path", lambda model, location: f"{directory}/source/w"
+        )
+        source, externals = offered
+        again = dict.fromkeys(("sub/weights.bin", "w"), externals["sub/weights.bin"])
+        read = model_files._read
+        monkeypatch.setattr(
+            model_files, "_read", lambda view: replace(read(view), locations=tuple(again))
+        )
+        reply = self.prepare(source, again, directory, Daemon())
+        assert (reply.reason, reply.is_lasting) == ("preparer_failed", False)
+        assert "FileExistsError" in reply.message
 
     def test_one_that_is_missing(
         self, offered: tuple[int, dict[str, int]], directory: Path

@@ -94,8 +94,10 @@ class ModelFiles:
                 path = os.path.join(copies, f"{self.digest}.onnx")
                 try:
                     _copy(self._descriptor, path)
-                    for each in self._externals:
-                        _copy(self._offered[each.location], external_path(path, each.location))
+                    # "w.bin" and "./w.bin" are one file.
+                    files = {os.path.normpath(each.location): each for each in self._externals}
+                    for location, each in files.items():
+                        _copy(self._offered[each.location], external_path(path, location))
                 except OSError as error:
                     if error.errno in NO_DISK:
                         raise disk_full(directory) from error
@@ -180,8 +182,9 @@ def _hashed(descriptor: int, location: str, path: str) -> ExternalFile:
 
 def _copy(descriptor: int, path: str) -> None:
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    # Not opened once more: who could open it may have had other rights.
-    with open(path, "wb") as target:
+    # Not opened once more: who could open it may have had other rights. Nor over another copy:
+    # names may differ by their case only, which some directories ignore.
+    with open(path, "xb") as target:
         while data := os.pread(descriptor, _COPY_BYTES, target.tell()):
             target.write(data)
 
