@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import passes_in_child
 from harness import PATIENCE_S
 
 np = pytest.importorskip("numpy")
@@ -189,6 +190,19 @@ def test_temporary_files_go_with_the_stages(path: str, monkeypatch: pytest.Monke
     assert sorted(os.listdir(folder)) == ["model.onnx", "weights.bin"]
     del model
     assert not os.path.exists(folder)
+
+
+def test_a_forked_child_leaves_the_files_to_its_parent(path: str) -> None:
+    """Found: they were deleted with the child's stages, and the parent could cut no others."""
+    save(layers(2))(Path(path))
+    traced = TracedOnnx(path, is_shared=False)
+
+    def let_go() -> None:
+        nonlocal traced
+        del traced
+
+    assert passes_in_child(let_go)
+    assert len(traced.even(2)) == 2
 
 
 # --- borders --------------------------------------------------------------------------------------

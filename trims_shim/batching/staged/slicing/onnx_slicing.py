@@ -168,7 +168,7 @@ def _own_source(path: str) -> _Source:
     from trims_shim.patches.onnxruntime_recipe import default_recipe
 
     directory = tempfile.mkdtemp(prefix="trims-stages-")
-    give_up = functools.partial(shutil.rmtree, directory, ignore_errors=True)
+    give_up = functools.partial(_delete, directory, os.getpid())
     source = _Source(os.path.join(directory, PREPARED_MODEL), give_up)
     sessions = optimising.Sessions(default_recipe(prepack=cache().config.ort_prepack))
     try:
@@ -177,6 +177,11 @@ def _own_source(path: str) -> _Source:
     except NotServed as error:
         raise StagingError(f"the model cannot be optimised: {error}") from error
     return source
+
+
+def _delete(directory: str, pid: int) -> None:
+    if pid == os.getpid():  # A forked child's stages are its parent's, too.
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _session(content: bytes, *, folder: str, threads: int, profile: str = "") -> Any:
