@@ -274,6 +274,24 @@ def test_a_download_can_be_interrupted_though_nothing_comes(
     assert "KeyboardInterrupt" in process.communicate(timeout=LIMIT_S)[1]
 
 
+def test_a_child_that_is_forked_in_the_middle_writes_nothing(web: WebServer) -> None:
+    """Found: one of a signal handler's wrote, at its end, what its parent was still to write."""
+    parent = os.getpid()
+
+    def fork(*_: int) -> None:
+        child = os.fork()
+        if child == 0:
+            raise SystemExit
+        os.waitpid(child, 0)
+
+    try:
+        path = fetching.fetch(web.put("vit.pt", CONTENT[:1000]), progress=fork).path
+    finally:
+        if os.getpid() != parent:
+            os._exit(0)
+    assert read(path) == CONTENT[:1000]
+
+
 def test_threads_wait_for_one(web: WebServer) -> None:
     gate = threading.Event()
     url = web.put("vit.pt", CONTENT, gate=gate)

@@ -75,7 +75,8 @@ def download(
             path = os.path.join(directory, file.name)
             _make_folders(directory, file.name)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(path, flags, 0o600), "r+b") as out:
+            # Unbuffered: a child that is forked in the middle would write the rest, too.
+            with open(os.open(path, flags, 0o600), "r+b", buffering=0) as out:
                 _complete(source, file, out, _shifted(progress, before_bytes), make_room)
                 before_bytes += out.tell()
     finally:
@@ -145,12 +146,18 @@ def _append(
                 more_bytes = min(came_bytes, _ROOM_BYTES)
                 make_room(more_bytes)
                 room_bytes += more_bytes
-            out.write(piece)
+            _write(out, piece)
             progress(came_bytes)
     if size_bytes not in (None, came_bytes):
         raise RemoteUnreachable(
             f"{shown(file.place)}: {came_bytes} bytes came, of {size_bytes}; try again"
         )
+
+
+def _write(out: BinaryIO, piece: bytes) -> None:
+    left = memoryview(piece)
+    while left:
+        left = left[out.write(left) :]
 
 
 def _pieces(source: Source, file: RemoteFile, start: int) -> Iterator[bytes]:
