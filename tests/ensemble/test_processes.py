@@ -213,6 +213,41 @@ def test_a_dead_worker_is_seen_though_the_program_forked_while_it_started(
         os.waitpid(child, 0)
 
 
+@pytest.mark.parametrize("where", [(socket, "socketpair"), (subprocess.Popen, "_execute_child")])
+def test_forks_of_other_threads_wait_while_a_worker_starts(
+    monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str]
+) -> None:
+    """Found: the program waited for the end of a child that was forked at the wrong moment, to
+    start the worker, or to see its end.
+    """
+    do = getattr(*where)
+    forked = threading.Event()
+    has_forked: list[bool] = []
+
+    def fork() -> None:
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        forked.set()
+        os.waitpid(child, 0)
+
+    forker = threading.Thread(target=fork)
+
+    def forking(*arguments: Any) -> Any:
+        forker.start()
+        found = do(*arguments)
+        has_forked.append(forked.wait(0.2))
+        return found
+
+    load = hosting.pickled(by(members.times, 1.0), "a")
+    monkeypatch.setattr(*where, forking)
+    process = hosting.WorkerProcess(hosting.set_up(member="a", device="cpu", load=load))
+    forker.join(PATIENCE_S)
+    hosting.end_all([process])
+    assert has_forked == [False]
+    assert forked.is_set()
+
+
 def test_a_forked_child_is_refused_whatever_other_threads_held() -> None:
     with ensemble_of(by(members.times, 1.0)) as ensemble:
         held, proceed = threading.Event(), threading.Event()

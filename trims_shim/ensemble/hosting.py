@@ -27,6 +27,7 @@ from trims_shim.ensemble import messages
 from trims_shim.ensemble.channel import Channel
 from trims_shim.ensemble.devices import cores_of
 from trims_shim.errors import EnsembleError
+from trims_shim.late_imports import no_fork
 
 __all__ = ["WorkerProcess", "end_all", "pickled", "set_up"]
 
@@ -104,11 +105,12 @@ class WorkerProcess:
     def __init__(self, setup: messages.SetUp) -> None:
         """Raises OSError where no process can be started."""
         self._buffers: set[int] = set()
-        ours, theirs = socket.socketpair()
-        with theirs:
+        with no_fork():  # A child would have copies that it does not know.
+            ours, theirs = socket.socketpair()
             self.channel = Channel(ours)
             """For who receives."""
             _not_for_children.update((self.channel, theirs))
+        with theirs:
             try:
                 self._process = _started(
                     theirs.fileno(), _threads_on(setup.device), setup.main["dir"]
@@ -197,7 +199,9 @@ def end_all(processes: Sequence[WorkerProcess]) -> None:
 def _started(descriptor: int, threads: int, directory: str) -> subprocess.Popen[bytes]:
     environment = {name: str(threads) for name in _THREADS} if threads else {}
     paths = [path or directory for path in sys.path if isinstance(path, str)]
-    with _without_interrupts():
+    # Popen reads from a pipe until the last copy of its other end is closed: a child that another
+    # thread forks here has one.
+    with no_fork(), _without_interrupts():
         return subprocess.Popen(
             [
                 interpreter(),
