@@ -248,6 +248,22 @@ def test_a_fork_during_the_start_holds_nobody_up(world: World) -> None:
     assert child.wait() == 0
 
 
+def test_a_child_that_is_forked_in_the_middle_of_the_start_may_exit(world: World) -> None:
+    """Found: one of a signal handler's; its lock was closed already, which became the error."""
+    said = world.run(
+        "from trims_shim.client import spawn\n"
+        "start, children = spawn._spawn, []\n"
+        "def fork_and_start(*arguments):\n"
+        "  children.append(os.fork())\n"
+        "  if not children[0]: sys.exit(7)\n"
+        "  start(*arguments)\n"
+        "spawn._spawn = fork_and_start\n"
+        "cache().welcome(may_start=True)\n"
+        "say(os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]))\n"
+    )
+    assert said == 7
+
+
 def test_a_child_of_a_starter_that_is_killed_holds_nobody_up(world: World) -> None:
     """Found: while it lived, nobody could start a daemon in the place of one that had ended."""
     child = world.spawn(

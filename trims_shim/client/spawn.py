@@ -120,11 +120,12 @@ def _start_lock(endpoint: Endpoint, deadline: float) -> Iterator[tuple[int | Non
         is_served = has_waited and endpoint.stamp() not in (None, before)
         yield None if is_served or not is_held else descriptor, has_waited
     finally:
-        # Closing is not enough: a child that another thread has forked meanwhile has it open.
-        with contextlib.suppress(OSError):  # file systems and sandboxes without locks
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        _locks.remove(descriptor)
-        os.close(descriptor)
+        if descriptor in _locks:  # Else it is a child that a signal handler has forked meanwhile.
+            # Closing is not enough: a child that another thread has forked has it open.
+            with contextlib.suppress(OSError):  # file systems and sandboxes without locks
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            _locks.remove(descriptor)
+            os.close(descriptor)
 
 
 def _lock(descriptor: int) -> bool:
