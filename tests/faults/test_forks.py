@@ -157,6 +157,30 @@ def test_a_child_never_releases_the_parents_lease(running: World) -> None:
     assert child.hear() is True
 
 
+@pytest.mark.parametrize("then", ["sys.exit(7)", "return found"])
+def test_a_child_that_is_forked_in_the_middle_of_a_load(running: World, then: str) -> None:
+    """As by a signal handler. Found: the child took the answer that its parent waited for."""
+    said = running.run(
+        f"one, two = {running.file(1)!r}, {running.file(2)!r}\n"
+        "from trims_shim.wire import handover\n"
+        "open_file(one)\n"
+        "wait, statuses = handover.wait_until_ready, []\n"
+        "def wait_and_fork(*arguments, **options):\n"
+        "  handover.wait_until_ready = wait\n"
+        "  child = os.fork()\n"
+        "  if child: statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        "  found = wait(*arguments, **options)\n"
+        f"  if not child: {then}\n"
+        "  return found\n"
+        "handover.wait_until_ready = wait_and_fork\n"
+        "is_right = data(open_file(two)) == open(two, 'rb').read()\n"
+        "if not statuses: os._exit(7 if is_right else 1)\n"
+        "say([statuses, is_right])\n"
+    )
+    assert said == [[7], True]
+    running.assert_account()
+
+
 def test_a_fork_finds_no_thread_of_ours(running: World) -> None:
     """Python warns of a fork with threads (3.12); here they are counted, on every version."""
     world = running

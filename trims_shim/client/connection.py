@@ -344,7 +344,7 @@ class Connection:
         To be asked between requests: the last one is over, and cannot be withdrawn any more.
         """
         self._asked_under = 0
-        if not self._own.is_open():
+        if not self._is_ours():
             return False
         try:
             data = self._handover.recv(1, socket.MSG_PEEK)
@@ -360,8 +360,8 @@ class Connection:
         return False
 
     def close(self) -> None:
-        """Close the connection; the daemon releases the leases."""
-        if not self._own.is_open():
+        """Close the connection; the daemon releases the leases. A forked child leaves it open."""
+        if not self._is_ours():
             self._handover.detach()
         self._handover.close()
 
@@ -408,7 +408,13 @@ class Connection:
         end = f"; `kill -9 {pid}` ends it, and loads start another within a minute" if pid else ""
         return DaemonTimeout(f"the daemon {what}: it hangs, or the machine is very busy{end}")
 
+    def _check_process(self) -> None:
+        """A signal handler may have forked in the middle of a request, and the child goes on."""
+        if self.pid != os.getpid():
+            raise DaemonUnavailable("this connection to the daemon is the parent process's")
+
     def _send_handover(self, message: Any, descriptor: int | None) -> None:
+        self._check_process()
         try:
             try:
                 handover.send(self._handover, message, descriptor=descriptor)
@@ -465,6 +471,7 @@ class Connection:
         try:
             if left_s <= 0 or not handover.wait_until_ready(self._handover, left_s):
                 raise self._timeout("does not answer")
+            self._check_process()
             packet = _receive(self._handover)
         except OSError as error:
             raise _lost(error) from error
