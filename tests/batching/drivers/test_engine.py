@@ -151,6 +151,32 @@ def test_a_fork_in_a_signal_handler_of_a_caller_that_waits(queue_size: int) -> N
     assert ended == [0]
 
 
+def test_a_child_that_is_forked_in_the_middle_of_a_turn_may_exit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found: one of a signal handler's; the turn's lock was not its own, which became the error."""
+    arrive, parent, children = ThreadDispatch._arrive, os.getpid(), []
+
+    def fork_and_arrive(*arguments: Any) -> None:
+        children.append(os.fork())
+        if children[-1] == 0:
+            signal.alarm(round(LONG_S))
+            sys.exit(7)
+        arrive(*arguments)
+
+    batcher = Batcher(lambda items: items, slo_ms=1e5)
+    monkeypatch.setattr(ThreadDispatch, "_arrive", fork_and_arrive)
+    try:
+        assert batcher(1) == 1
+    except SystemExit as end:
+        os._exit(end.code)  # type: ignore[arg-type]
+    finally:
+        if os.getpid() != parent:
+            os._exit(1)
+    (child,) = children
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
 def test_a_fork_ends_no_batch_that_awaits() -> None:
     """The child has nobody who could wake it; destroyed, it would run the `finally` of the user."""
     events: list[weakref.ref[asyncio.Event]] = []

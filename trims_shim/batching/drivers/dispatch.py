@@ -178,7 +178,8 @@ class Dispatch(ABC):
 
     def _take_turns(self, me: Seat | None, outside: deque[Callable[[], None]]) -> None:
         while self._inbox:
-            if not self._lock.acquire(blocking=False):
+            lock = self._lock  # In a child that a signal handler forks in the turn it is another.
+            if not lock.acquire(blocking=False):
                 return
             try:
                 self._me = me
@@ -189,7 +190,7 @@ class Dispatch(ABC):
                     self._outside.clear()
                     self._me = None  # it may have its answer by now, which is its caller's
             finally:
-                self._lock.release()
+                lock.release()
             _call_all(outside)
 
     def recover(self) -> None:
