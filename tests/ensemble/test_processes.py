@@ -273,6 +273,34 @@ def test_a_forked_child_is_refused_whatever_other_threads_held() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 17
 
 
+def test_a_child_that_is_forked_as_samples_are_sent_may_exit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found: one of a signal handler's; it told its parent's thread to end the ensemble."""
+    send, parent, children = system.System._send_jobs, os.getpid(), []
+
+    def fork_and_send(self: system.System) -> None:
+        monkeypatch.undo()
+        children.append(os.fork())
+        if children[-1] == 0:
+            signal.alarm(10)
+            sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(children[-1], 0)[1]) == 7
+        send(self)
+
+    with ensemble_of(by(members.times, 2.0)) as ensemble:
+        monkeypatch.setattr(system.System, "_send_jobs", fork_and_send)
+        try:
+            answer = ensemble.submit(ROWS).result(PATIENCE_S)
+        except SystemExit as end:
+            os._exit(end.code)  # type: ignore[arg-type]
+        finally:
+            if os.getpid() != parent:
+                os._exit(1)
+        assert np.array_equal(answer, ROWS * 2)
+    assert children
+
+
 # --- closing --------------------------------------------------------------------------------------
 
 

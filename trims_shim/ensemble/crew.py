@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from trims_shim.ensemble import messages
 from trims_shim.ensemble.buffers import Buffer
-from trims_shim.ensemble.hosting import WorkerProcess, end_all
+from trims_shim.ensemble.hosting import WorkerProcess, end_all, keep_from_children
 
 __all__ = ["Crew", "Event", "Place"]
 
@@ -61,6 +61,7 @@ class Crew:
         self.places = places
         self._selector = selectors.DefaultSelector()
         self._bell, self._ear = socket.socketpair()
+        keep_from_children(self._bell, self._ear)
         self._selector.register(self._ear, selectors.EVENT_READ)
         try:
             for number in range(len(places)):

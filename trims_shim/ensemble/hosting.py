@@ -29,7 +29,7 @@ from trims_shim.ensemble.devices import cores_of
 from trims_shim.errors import EnsembleError
 from trims_shim.late_imports import no_fork
 
-__all__ = ["WorkerProcess", "end_all", "pickled", "set_up"]
+__all__ = ["WorkerProcess", "end_all", "keep_from_children", "pickled", "set_up"]
 
 _PATIENCE_S = 5.0
 _MOMENT_S = 1.0
@@ -109,7 +109,7 @@ class WorkerProcess:
             ours, theirs = socket.socketpair()
             self.channel = Channel(ours)
             """For who receives."""
-            _not_for_children.update((self.channel, theirs))
+            keep_from_children(self.channel, theirs)
         with theirs:
             try:
                 self._process = _started(
@@ -238,6 +238,11 @@ def _threads_on(device: str) -> int:
 
 _not_for_children: weakref.WeakSet[Any] = weakref.WeakSet()
 """Sockets, also those of workers that are being started."""
+
+
+def keep_from_children(*sockets: Channel | socket.socket) -> None:
+    """Close them in forked children."""
+    _not_for_children.update(sockets)
 
 
 def _after_fork_in_child() -> None:
