@@ -23,15 +23,20 @@ def replace_file(path: str, content: bytes) -> None:
     """Write a file under another name, then rename it. Raises OSError."""
     # Not by tempfile, whose files are for their owner only.
     temporary = os.path.join(os.path.dirname(path), f".trims-{secrets.token_hex(8)}")
+    pid = os.getpid()
     try:
-        with open(temporary, "xb") as file:
+        # Unbuffered: a child that a signal handler forks in the middle would write it, too.
+        with open(temporary, "xb", buffering=0) as file:
             with contextlib.suppress(OSError):  # none yet, or a file system without modes
                 os.fchmod(file.fileno(), stat.S_IMODE(os.stat(path).st_mode))
-            file.write(content)
+            left = memoryview(content)
+            while left:
+                left = left[file.write(left) :]
         os.replace(temporary, path)
     except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
+        if pid == os.getpid():  # Else it is such a child, and the file its parent's.
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
         if isinstance(error, OSError):
             raise OSError(error.errno, error.strerror, path) from error
         raise

@@ -62,6 +62,28 @@ def test_the_largest_size_that_is_written_is_read(path: Path) -> None:
     assert load_saved(path) == largest
 
 
+def test_a_child_that_is_forked_in_the_middle_may_exit(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: one of a signal handler's deleted the file that its parent was writing."""
+    replace, parent = os.replace, os.getpid()
+
+    def fork_and_replace(*arguments: Any) -> None:
+        child = os.fork()
+        if child == 0:
+            raise SystemExit
+        os.waitpid(child, 0)
+        replace(*arguments)
+
+    monkeypatch.setattr(os, "replace", fork_and_replace)
+    try:
+        save_profile(path, SavedProfile({1: 1e6}, 1))
+    finally:
+        if os.getpid() != parent:
+            os._exit(0)
+    assert load_saved(path).latencies_ns == {1: 1e6}
+
+
 def test_a_file_of_the_users_has_the_mode_of_any_file_and_keeps_its_own(path: Path) -> None:
     umask = os.umask(0o027)
     try:
