@@ -177,6 +177,41 @@ def test_a_child_that_is_forked_in_the_middle_of_a_turn_may_exit(
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
+def test_a_fork_waits_while_another_thread_makes_the_first_loop() -> None:
+    """Found: the child waited without end for the module that the thread was importing."""
+    code = """
+        import asyncio, importlib.abc, os, signal, sys, threading, time
+        from trims_shim.batching import Batcher
+
+        begun = threading.Event()
+
+        class Slow(importlib.abc.MetaPathFinder):
+            def find_spec(self, name, path, target=None):
+                if name == "trims_shim.batching.drivers.aio":
+                    begun.set()
+                    time.sleep(0.2)
+
+        async def same(items):
+            return items
+
+        batcher = Batcher(same, slo_ms=1e5)
+        sys.meta_path.insert(0, Slow())
+        thread = threading.Thread(target=batcher, args=(1,))
+        thread.start()
+        begun.wait()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            os._exit(batcher(7))
+        thread.join()
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], timeout=LONG_S, check=False
+    )
+    assert done.returncode == 7
+
+
 def test_a_fork_ends_no_batch_that_awaits() -> None:
     """The child has nobody who could wake it; destroyed, it would run the `finally` of the user."""
     events: list[weakref.ref[asyncio.Event]] = []

@@ -30,6 +30,7 @@ from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.profiles.profiling import measure
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.statistics import BatcherStats, Record
+from trims_shim.late_imports import ensure_imported
 
 if TYPE_CHECKING:
     import asyncio
@@ -41,6 +42,7 @@ __all__ = ["EXIT_S", "Engine", "EngineKind"]
 EXIT_S = 10.0
 """How long the end of the interpreter waits for answers; a batch that hangs must not keep it."""
 
+_LOOPS = "trims_shim.batching.drivers.aio"
 _engines: weakref.WeakKeyDictionary[Engine, None] = weakref.WeakKeyDictionary()
 _parents: list[object] = []
 """In a forked child: what belongs to the parent."""
@@ -96,6 +98,7 @@ class Engine:
         dispatch = self._loops.get(loop)
         if dispatch is not None:
             return dispatch
+        ensure_imported(_LOOPS)
         from trims_shim.batching.drivers.aio import LoopDispatch
 
         with self._lock:
@@ -123,6 +126,7 @@ class Engine:
         own = self._own
         if own is not None and not own.is_lost:
             return own
+        ensure_imported(_LOOPS)
         from trims_shim.batching.drivers.aio import LoopDispatch, ThreadLoop
 
         with self._lock:
@@ -145,6 +149,7 @@ class Engine:
         mailbox = self._mailboxes.get(loop)
         if mailbox is not None:
             return mailbox
+        ensure_imported(_LOOPS)
         from trims_shim.batching.drivers.aio import Mailbox
 
         with self._lock:
