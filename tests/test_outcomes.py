@@ -23,6 +23,18 @@ def test_errors_that_event_loops_take_for_their_own_are_told_as_others(
     assert told.__cause__ is error
 
 
+def test_an_error_that_cannot_be_put_in_words_is_named() -> None:
+    """Found: who waited for the future waited for ever."""
+
+    class Unspeakable(StopIteration):
+        def __repr__(self) -> str:
+            raise ValueError
+
+    future: Future[Any] = Future()
+    fail(future, Unspeakable(), "joining answers")
+    assert str(future.exception(0)) == "joining answers raised Unspeakable"
+
+
 def test_other_errors_stay_what_they_are() -> None:
     future: Future[Any] = Future()
     error = SystemExit(3)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
-__all__ = ["fail", "settle"]
+__all__ = ["fail", "in_words", "settle"]
 
 _logger = logging.getLogger(__name__)
 
@@ -25,10 +25,20 @@ def fail(future: Future[Any], error: BaseException, what: str) -> None:
     first, and who awaits that would wait for ever; with the other, who awaits would seem cancelled.
     """
     if isinstance(error, StopIteration | asyncio.CancelledError | CancelledError):
-        told = RuntimeError(f"{what} raised {error!r}")
-        told.__cause__ = error
-        error = told
+        error = in_words(error, what)
     _tell(future.set_exception, error)
+
+
+def in_words(error: BaseException, what: str) -> RuntimeError:
+    """The error that ``what`` raised, for a future that may not have itself."""
+    try:
+        said = repr(error)
+    # Border: it shows what the program put into it, and somebody waits for the future.
+    except Exception:
+        said = type(error).__name__
+    told = RuntimeError(f"{what} raised {said}")
+    told.__cause__ = error
+    return told
 
 
 def _tell(set_outcome: Callable[[Any], None], outcome: Any) -> None:

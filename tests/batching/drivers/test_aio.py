@@ -573,6 +573,23 @@ def test_what_the_future_of_a_caller_may_not_have_is_told_in_words(error: BaseEx
     batcher.close()
 
 
+@pytest.mark.parametrize("said", [RuntimeError("closed"), ValueError("gone")], ids=repr)
+def test_what_is_told_in_words_has_none(said: Exception) -> None:
+    """Found: its caller waited for ever."""
+
+    class Unspeakable:
+        def __repr__(self) -> str:
+            raise said
+
+    def fail(items: list[int]) -> list[int]:
+        raise StopIteration(Unspeakable())
+
+    batcher = greedy(fail)
+    with pytest.raises(RuntimeError, match=r"^the batch function raised StopIteration$"):
+        run(batcher.aio(1))
+    batcher.close()
+
+
 @both
 def test_one_failing_item_fails_alone(function: Any) -> None:
     async def main() -> list[Any]:

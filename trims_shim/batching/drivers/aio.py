@@ -38,6 +38,7 @@ from trims_shim.batching.drivers.streams import END, StreamReply
 from trims_shim.batching.drivers.threads import JOIN_S
 from trims_shim.batching.protocol import Request
 from trims_shim.errors import BatchingError
+from trims_shim.outcomes import in_words
 
 if TYPE_CHECKING:
     from trims_shim.batching.drivers.engine import Engine
@@ -152,9 +153,7 @@ class AwaitedReply:
             elif isinstance(result.error, StopIteration | asyncio.CancelledError):
                 # A future refuses StopIteration; with CancelledError its caller would seem
                 # cancelled.
-                told = RuntimeError(f"the batch function raised {result.error!r}")
-                told.__cause__ = result.error
-                future.set_exception(told)
+                future.set_exception(in_words(result.error, "the batch function"))
             else:
                 future.set_exception(result.error)
         except RuntimeError:
