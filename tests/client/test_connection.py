@@ -849,11 +849,12 @@ def test_a_release_between_the_last_look_of_the_thread_and_its_end_gets_another(
     connection.close()
 
 
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()], ids=repr)
 def test_releases_without_a_thread_go_with_the_next_one(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def refuse(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
+        raise error
 
     connection = filled(daemon)
     with monkeypatch.context() as patch:

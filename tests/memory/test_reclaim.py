@@ -77,9 +77,12 @@ def test_memory_stays_readable_for_a_while_when_other_threads_run(
         other.join(PATIENCE_S)
 
 
-def test_without_a_thread_it_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()], ids=repr)
+def test_without_a_thread_it_is_done_at_once(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     def refuse(*_: object) -> int:
-        raise RuntimeError("can't start new thread")
+        raise error
 
     monkeypatch.setattr(reclaim._thread, "start_new_thread", refuse)
     owner = Owner()

@@ -516,7 +516,7 @@ class Connection:
         try:
             # Not threading.Thread: its start takes locks that the interrupted code may hold.
             _thread.start_new_thread(self._wait_and_send, ())
-        except RuntimeError:
+        except (RuntimeError, MemoryError):
             self._is_waiting.release()  # No thread can start; the next one to give up tries again.
 
     def _wait_and_send(self) -> None:

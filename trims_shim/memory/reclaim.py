@@ -94,7 +94,7 @@ def _start() -> None:
         return
     try:
         _thread.start_new_thread(_run, ())
-    except RuntimeError:  # no thread can start: discard here
+    except (RuntimeError, MemoryError):  # no thread can start: discard here
         _is_hurried = True
         _run()
 
