@@ -141,6 +141,7 @@ class World(Front):
         shown: Path | None = None,
         externals: Mapping[str, Path] = MappingProxyType({}),
         recipe: messages.SessionRecipe = RECIPE,
+        package: str = "/site/onnxruntime",
         name: str | None = None,
         waits: bool = True,
     ) -> OpenPreparedReply | None:
@@ -153,7 +154,7 @@ class World(Front):
             descriptor = _memory(data) if data is not None else os.open(path, os.O_RDONLY)
             session.offers[ticket] = Offer(messages.FileOffer(ticket), descriptor)
         message = OpenPreparedRequest(
-            ticket, str(path) if name is None else name, digest, recipe, "/site/onnxruntime"
+            ticket, str(path) if name is None else name, digest, recipe, package
         )
         if shown is not None:
             self._ticket += 1
@@ -1040,6 +1041,21 @@ class TestRefusals:
         assert world.files() == []
         world.prepared.close()
         assert make_world().outcome(model) == "preparing"
+
+    @pytest.mark.parametrize("reason", ["not_importable", "other_onnxruntime"])
+    @pytest.mark.parametrize("is_elsewhere", [False, True], ids=["here", "elsewhere"])
+    def test_what_one_installation_lacks_another_may_have(
+        self, world: World, model: Path, reason: str, is_elsewhere: bool
+    ) -> None:
+        """Found: a model was refused to all who have the same build of onnxruntime."""
+        theirs = world.elsewhere() if is_elsewhere else {"package": "/frozen/onnxruntime"}
+        world.preparer.reply = PrepareReply(reason=reason, is_lasting=False)
+        world.make(model, **theirs)
+        assert world.outcome(model, **theirs) == f"refused {reason}"
+        world.preparer.reply = PrepareReply(probe="equal")
+        world.make(model)
+        world.hit(model)
+        world.hit(model, **theirs)
 
     def test_two_deaths_are_lasting(
         self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch

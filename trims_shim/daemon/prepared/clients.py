@@ -113,13 +113,16 @@ def flight_of(
     directory: str,
     offers: Mapping[str, Offer],
 ) -> Flight:
-    """What a request asks for, as far as it is known before the model is hashed."""
+    """What a request asks for, as far as it is known before the model is hashed.
+
+    And from where: what one installation or container lacks another may have.
+    """
+    asked = message.recipe, message.package
     if identity is None or not message.path:
-        return message.digest or identity, message.recipe
+        return message.digest or identity, *asked
     if directory != ELSEWHERE:
-        return identity, directory, message.recipe
-    # What one container lacks another may have.
-    return identity, frozenset(map(_named_identity, offers.items())), message.recipe
+        return identity, directory, *asked
+    return identity, frozenset(map(_named_identity, offers.items())), *asked
 
 
 def _named_identity(offered: tuple[str, Offer]) -> tuple[str, Identity | None]:

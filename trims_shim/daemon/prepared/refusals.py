@@ -4,7 +4,8 @@ The negative cache of :mod:`trims_shim.daemon.prepared.store`, its only user. Pu
 A model is refused for good if the reason is lasting, else for a time that grows with every attempt.
 A preparer that dies of one model twice is a lasting reason.
 
-The place of a refusal is the model's key if its content is known, else what the client offered.
+The place of a refusal is the model's key if its content is known, and the reason does not lie with
+the client's installation; else what the client offered.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ Rules
    A file's identity only points at its content, and only once its owner has said so
    (:meth:`PreparedStore.learn`).
 2. No request waits: while a model is prepared, the answer says so. There is one preparation for
-   each flight (the model as it was offered, and the recipe) and for each key, and a limit on how
-   many wait for their turn. Of those who ask for the same unknown content, one at a time is told
-   that it may be offered.
+   each flight (the model as it was offered, the recipe, and the client's installation) and for each
+   key, and a limit on how many wait for their turn. Of those who ask for the same unknown content,
+   one at a time is told that it may be offered.
 3. Room is reserved when the content is known, and the real size is charged when the model is made.
    Entries that nobody leases are dropped for it, least recently used first; all or nothing.
 4. A leased entry is never evicted. One whose files are damaged is lost, leases or not: mappings
@@ -52,6 +52,8 @@ __all__ = ["JOBS_LIMIT", "PreparedStore"]
 
 JOBS_LIMIT = 32
 """Each job holds a descriptor, and the last one waits for all the others."""
+_OF_INSTALLATIONS = frozenset({"not_importable", "other_onnxruntime"})
+"""Reasons for which a model is refused to one installation, and not to another with its build."""
 _KNOWN_LIMIT = 4096
 _NAMES_PER_ENTRY = 16
 _AWAITED_LIMIT = 256
@@ -337,8 +339,10 @@ class PreparedStore:
         return DropEntry(entry.key, entry.size_bytes)
 
     def _refuse(self, job: _Job, failure: Failure, now_ns: int) -> list[Action]:
+        is_of_all = job.key and failure.reason not in _OF_INSTALLATIONS
+        place = job.key if is_of_all else job.flight
         return self._refusals.add(
-            job.key or job.flight, failure, now_ns, key=job.key, name=job.name, runtime=job.runtime
+            place, failure, now_ns, key=job.key, name=job.name, runtime=job.runtime
         )
 
     def _meant(self, text: str) -> tuple[list[_Entry], list[Hashable]]:
