@@ -282,6 +282,29 @@ def test_a_hook_of_the_programs_that_loads_in_the_child_before_ours_runs(running
     assert said == [[[True, False, True]], True]
 
 
+def test_a_child_with_the_number_of_its_parent(running: World) -> None:
+    """Found: it asked over the connection of its parent. Both are the first process of a
+    namespace."""
+    one, two = running.file(1), running.file(2)
+    said = running.run(
+        FORK + f"one, two = {one!r}, {two!r}\n"
+        "import ctypes\n"
+        "def fork_apart(work):\n"
+        "  if ctypes.CDLL(None).unshare(0x20000000): return 'refused'\n"  # CLONE_NEWPID
+        "  return join(fork(work))\n"
+        "def inner():\n"
+        "  return [os.getpid(), cache() is parents, is_right(open_file(two), two)]\n"
+        "def outer():\n"
+        "  global parents\n"
+        "  arena, parents = open_file(one), cache()\n"
+        "  return [os.getpid(), fork_apart(inner), is_right(open_file(two), two)]\n"
+        "say(fork_apart(outer))\n"
+    )
+    if said == "refused":
+        pytest.skip("no new PID namespaces")
+    assert said == [1, [1, False, True], True]
+
+
 def test_a_fork_in_the_midst_of_a_load_leaves_the_collector_to_the_child(
     running: World, tmp_path: Path
 ) -> None:

@@ -404,9 +404,14 @@ def _held() -> Cache | None:
     """
     found = _ours.get(_CACHE)
     if found is not None and found.pid != os.getpid():
-        _forgotten.append(found)
-        found = _ours[_CACHE] = Cache(found.config, dial=found.dial)
+        found = _anew(found)
     return found
+
+
+def _anew(other: Cache) -> Cache:
+    _forgotten.append(other)
+    ours = _ours[_CACHE] = Cache(other.config, dial=other.dial)
+    return ours
 
 
 def _install_hooks() -> None:
@@ -420,7 +425,10 @@ def _install_hooks() -> None:
 
 def _after_fork_in_child() -> None:
     """Only forget."""
-    _held()
+    found = _held()
+    # The first process of a PID namespace has the number of its parent, if that is one, too.
+    if found is not None and os.getppid() == 0:
+        _anew(found)
     diagnostics.reset_after_fork()
 
 
