@@ -144,6 +144,26 @@ class TestOfferedFiles:
         with opened(path) as source:
             assert self.prepare(source, both, directory, Daemon()).reason == ""
 
+    def test_a_name_that_leads_back(
+        self, offered: tuple[int, dict[str, int]], directory: Path, tmp_path: Path
+    ) -> None:
+        """Found: the model was refused to all for good, or another file's weights were taken: what
+        is before the dots may be a link."""
+        (data,) = offered[1].values()
+        path = tmp_path / "back.onnx"
+        save_external(perceptron(), "weights.bin")(path)
+        model = onnx.load(str(path), load_external_data=False)
+        for initializer in model.graph.initializer:
+            for entry in initializer.external_data:
+                if entry.key == "location":
+                    entry.value = "sub/../weights.bin"
+        path.write_bytes(model.SerializeToString())
+        daemon = Daemon()
+        with opened(path) as source:
+            reply = self.prepare(source, {"sub/../weights.bin": data}, directory, daemon)
+        assert (reply.reason, reply.is_lasting) == ("external_path", False)
+        assert daemon.hashed == []
+
     def test_names_that_the_directory_takes_for_one(
         self,
         offered: tuple[int, dict[str, int]],

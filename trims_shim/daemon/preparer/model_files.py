@@ -164,6 +164,10 @@ class ModelFiles:
 
     def _hash_offered(self, location: str) -> ExternalFile:
         assert self._offered is not None
+        if os.pardir in location.split("/"):
+            # A copy has one name, and what is before the dots may be a link there.
+            message = f"external data at {location!r:.200}, in another container"
+            raise Refusal("external_path", message, is_lasting=False)
         descriptor = self._offered.get(location)
         if descriptor is None:
             raise Refusal(
