@@ -1572,6 +1572,25 @@ class TestEviction:
         assert evict() == admin.EvictPreparedReply((reply.key,), size_bytes)
         assert world.files() == []
 
+    def test_one_of_another_layout_that_cannot_be_removed(
+        self, make_world: Callable[..., World], model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: it was said to be evicted."""
+        before = make_world()
+        with monkeypatch.context() as patch:
+            for module in (prepared_files, prepared_jobs, prepared_key):
+                patch.setattr(module, "LAYOUT_VERSION", LAYOUT_VERSION + 1)
+            before.make(model)
+        before.prepared.close()
+        world = make_world()
+        assert world.row().state == "ready"
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", _refuse_to_write)
+            with pytest.raises(NoSpace, match="1 of 1 prepared models cannot be removed"):
+                world.prepared.evict(Request(world.session, 1, b"client"), _evict())
+            world.end_aside()
+        assert len(world.files()) == 1
+
     def test_what_is_damaged_does_not_stay(
         self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -455,10 +455,11 @@ class PreparedModels:
         self._forget_gone()
         actions = self._store.evict(text)
         dropped = self._execute(actions)
-        meant = sum(isinstance(each, DropEntry) for each in actions)
-        if len(dropped) < meant:
+        meant = [each.key for each in actions if isinstance(each, DropEntry)]
+        left = sum(map(self._files.has, meant))
+        if left:
             raise NoSpace(
-                f"{meant - len(dropped)} of {meant} prepared models cannot be removed from "
+                f"{left} of {len(meant)} prepared models cannot be removed from "
                 f"{self._settings.directory}; is it read-only? See the daemon's log"
             )
         return admin.EvictPreparedReply(
