@@ -231,3 +231,58 @@ def test_several_processes_ask_at_once(prepared_world: World) -> None:
     assert counters["prepared_made"] == 1
     assert len(entries(world)) == 1
     assert not preparers(world)
+
+
+def test_models_that_wait_leave_descriptors_to_other_clients(prepared_world: World) -> None:
+    """Found: with all their files open, the daemon closed the connection of whoever offered one."""
+    world = prepared_world
+    world.run(
+        "import resource\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n"
+        "cache().welcome(may_start=True)\n"
+    )
+    files = [world.file(seed) for seed in range(4)]
+    holder = world.spawn(
+        f"paths = iter({files!r})\n"
+        "connection = Connection(cache().endpoint, stall_timeout_s=30)\n"
+        "held = []\n"
+        "for path in iter(hear, None):\n"
+        "    try:\n"
+        "        with open(path, 'rb') as file:\n"
+        "            held.append(connection.open_image(file.fileno(), path).reply.lease)\n"
+        "        say('granted')\n"
+        "    except errors.TrimsError as error: say(type(error).__name__)\n",
+        autostart="0",
+    )
+    holder.say(files[0])
+    assert holder.hear() == "granted"
+    sessions(world).create(model(world))
+    pid = wait_for_preparer(world)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        outcomes = world.run(
+            "import onnxruntime\n"
+            "recipe = messages.SessionRecipe('1', 'b', (('CPUExecutionProvider',),), 'all')\n"
+            "package = os.path.dirname(onnxruntime.__file__)\n"
+            "connection = Connection(cache().endpoint, stall_timeout_s=30)\n"
+            "outcomes = []\n"
+            "for number in range(20):\n"
+            f"    path = {world.root!r} + f'/many-{{number}}.onnx'\n"
+            "    with open(path, 'w+') as file:\n"
+            "        file.write(path); file.flush()\n"
+            "        request = messages.OpenPreparedRequest(0, path, '', recipe, package)\n"
+            "        others = {f'{each}.bin': file.fileno() for each in range(16)}\n"
+            "        reply = connection.open_prepared(\n"
+            "            request, descriptor=file.fileno(), externals=others\n"
+            "        )\n"
+            "        outcomes.append(reply.reason or reply.outcome)\n"
+            "say(outcomes)\n"
+        )
+        for path in files[1:]:
+            holder.say(path)
+            assert holder.hear() == "granted"
+        assert world.status().counters.get("rejected_packets", 0) == 0
+        assert outcomes[0] == "preparing"
+        assert outcomes[-1] == "busy"
+    finally:
+        os.kill(pid, signal.SIGKILL)

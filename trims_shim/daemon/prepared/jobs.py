@@ -195,6 +195,10 @@ class Jobs:
             self._pool.replace(len(self._stuck))
         return late
 
+    def descriptor_count(self) -> int:
+        """Descriptors of the waiting models."""
+        return sum(len(job.descriptors) for job, _ in self._waiting.values())
+
     def memory_bytes(self) -> int:
         """Bytes of the waiting models that were offered as memory."""
         waiting = (job for job, _ in self._waiting.values())

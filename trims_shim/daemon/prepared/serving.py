@@ -28,7 +28,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from trims_shim.daemon import clock
+from trims_shim.daemon import clock, descriptors
 from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.offers import Offer, status_of
 from trims_shim.daemon.prepared.clients import (
@@ -96,6 +96,11 @@ _logger = logging.getLogger("trims_shim.daemon")
 _PATH_LIMIT = 4096
 _LOOK_AGAIN_S = 60.0
 _TOUCH_INTERVAL_NS = 60 * 10**9
+_WAITING_FRACTION = 8
+"""Models that wait may hold one in this many descriptors. Images may hold half of them, and a
+quarter stays unused (:mod:`trims_shim.daemon.descriptors`)."""
+_FOR_CLIENTS = 32
+"""Descriptors that models leave to clients: half of what images leave, as they do not stay."""
 _HELD_FRACTION = 4
 """Models that wait in memory may take one part in this many of the free memory."""
 _END_PATIENCE_S = 10.0
@@ -469,8 +474,9 @@ class PreparedModels:
     # --- preparations -----------------------------------------------------------------------------
 
     def _begin(self, opening: _Opening, job: int, identity: Identity) -> None:
-        """Raises NotServed if there is no interpreter to prepare with, or no memory to wait in."""
+        """Raises NotServed if it has nothing to be prepared with, or would be too much to wait."""
         try:
+            self._check_descriptors(opening)
             interpreter = self._interpreter_for(opening)
             if not opening.message.path:
                 self._check_memory(identity.size_bytes)
@@ -495,6 +501,18 @@ class PreparedModels:
                 if error.reason != "not_python":
                     raise
         return our_interpreter()
+
+    def _check_descriptors(self, opening: _Opening) -> None:
+        """Files of models stay open while these wait; of few descriptors, others need most."""
+        may_have = descriptors.limit()
+        held = self._jobs.descriptor_count()
+        is_much = held and held + 1 + len(opening.externals) > may_have // _WAITING_FRACTION
+        left = min(_FOR_CLIENTS, may_have // (2 * _WAITING_FRACTION))
+        if is_much or descriptors.are_scarce(self._front.sessions.missing_controls() + left):
+            raise NotServed(
+                "busy",
+                "models that wait have too many files (see `ulimit -n`); load it again later",
+            )
 
     def _check_memory(self, size_bytes: int) -> None:
         """Models that were offered as memory stay there until they are prepared."""
