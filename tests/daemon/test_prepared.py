@@ -842,6 +842,18 @@ class TestTrust:
         with pytest.raises(AccessDenied):
             world.prepared.open(Request(world.session, 1, b"client"), message)
 
+    def test_what_was_refused_when_it_was_offered(self, world: World, model: Path) -> None:
+        """Whatever else the request offers is taken, too."""
+        for ticket in (98, 99):
+            offer = Offer(messages.FileOffer(ticket), os.open(model, os.O_RDONLY))
+            world.session.offers[ticket] = offer
+        world.session.offers[98].refuse(TooManyRequests("none is left"))
+        externals = (messages.OfferedExternal("weights.bin", 99),)
+        message = OpenPreparedRequest(98, str(model), "", RECIPE, "", externals=externals)
+        with pytest.raises(TooManyRequests, match="none is left"):
+            world.prepared.open(Request(world.session, 1, b"client"), message)
+        assert world.session.offers == {}
+
     def test_an_empty_file(self, world: World, tmp_path: Path) -> None:
         (tmp_path / "empty").touch()
         assert world.outcome(tmp_path / "empty") == "refused not_a_model"

@@ -20,12 +20,20 @@ from typing import Any
 import msgpack
 import pytest
 import zmq
-from harness import PATIENCE_S, InProcessDaemon, World, content, raw_connection, wait_until
+from harness import (
+    PATIENCE_S,
+    InProcessDaemon,
+    World,
+    content,
+    open_path,
+    raw_connection,
+    wait_until,
+)
 
 from trims_shim.daemon import main as daemon_main
 from trims_shim.daemon import server as server_module
 from trims_shim.daemon.front import Request
-from trims_shim.errors import TrimsError
+from trims_shim.errors import TooManyRequests, TrimsError
 from trims_shim.wire import admin, codec, endpoint, handover, messages
 
 ANSWER_S = 2.0
@@ -751,3 +759,33 @@ def test_subscriptions_without_end(watch: Watch, topics: str) -> None:
     finally:
         listening.kill()
         listening.wait()
+
+
+def test_who_offers_a_file_where_others_have_all_descriptors_keeps_its_connection(
+    world: World,
+) -> None:
+    """Found: it was closed, and with it ended the leases of the client."""
+    world.run(
+        "import resource\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))\n"
+        "cache().welcome(may_start=True)\n"
+    )
+    pid = world.pid()
+    cache = world.cache(autostart="0")
+    paths = [world.file(seed) for seed in range(2)]
+    arena = open_path(cache, paths[0])
+    with contextlib.ExitStack() as opened, open(paths[1], "rb") as file:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()]))]
+        others = [opened.enter_context(raw_connection(world)) for _ in range(3)]
+        for number in itertools.count(1):
+            if len(world.descriptors(pid)) >= 128 - 32 - 4:  # a quarter, and for four clients
+                break
+            others[number % 3].sendmsg([codec.encode(messages.FileOffer(number))], rights)
+            time.sleep(0.01)
+        with pytest.raises(TooManyRequests, match="out of file descriptors"):
+            open_path(cache, paths[1])
+    wait_until(world.is_answering, "there are some again")
+    (image,) = world.status().images
+    assert image.leases == 1
+    assert bytes(memoryview(open_path(cache, paths[1]).buffer)) == content(1)
+    del arena

@@ -18,7 +18,7 @@ import struct
 from typing import NamedTuple
 
 from trims_shim.daemon.workers import Workers
-from trims_shim.errors import AccessDenied, ReadFailed
+from trims_shim.errors import AccessDenied, ReadFailed, TrimsError
 from trims_shim.specs import Identity
 from trims_shim.wire.handover import close_all
 from trims_shim.wire.messages import FileOffer
@@ -60,6 +60,7 @@ class Offer:
         self.descriptor = descriptor
         self._closer = closer
         self._status: FileStatus | None = None
+        self._refusal: TrimsError | None = None
 
     def __enter__(self) -> Offer:
         return self
@@ -67,8 +68,19 @@ class Offer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def refuse(self, error: TrimsError) -> None:
+        """Close the descriptor; whoever asks for the file is told why."""
+        self.close()
+        self._refusal = error
+
+    def check(self) -> None:
+        """Raise the error with which it was refused."""
+        if self._refusal is not None:
+            raise self._refusal
+
     def identity(self) -> Identity:
-        """The file's identity. Raises AccessDenied, ReadFailed; see :func:`check_readable_file`."""
+        """The file's identity. Raises as :meth:`check`, and as :func:`check_readable_file`."""
+        self.check()
         if self._status is None:
             self._status = check_readable_file(self.descriptor)
         return self._status.identity

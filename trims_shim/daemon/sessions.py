@@ -88,8 +88,9 @@ class Sessions:
         """A new session. Raises TooManyRequests; then the connection is still the caller's."""
         connection.setblocking(False)
         peer = peer_of(connection)
-        # Its control connection will take another one.
-        self._check_descriptors(peer.uid, reserved=self.missing_controls() + 1)
+        reserved = self.missing_controls() + 1  # Its control connection will take another one.
+        check_descriptors(reserved=reserved)
+        self._check_share(peer.uid, reserved=reserved)
         mine = sum(1 for each in self._by_number.values() if each.peer.uid == peer.uid)
         if mine >= self.limits.sessions_per_user:
             raise TooManyRequests(f"user {peer.uid} has {mine} connections to the daemon")
@@ -161,14 +162,14 @@ class Sessions:
         else:
             connection.close()
 
-    def _check_descriptors(self, user: int, *, reserved: int) -> None:
+    def _check_share(self, user: int, *, reserved: int) -> None:
         """A user who has a quarter leaves a quarter to others. Raises TooManyRequests."""
-        check_descriptors(reserved=reserved)
         share = limit() // 4
         if user == os.geteuid() or not are_scarce(reserved + share):
             return
         # Each has a control connection, too, or will have one.
-        held = sum(2 + len(each.offers) for each in self if each.peer.uid == user)
+        theirs = [each for each in self if each.peer.uid == user]
+        held = sum(2 + sum(o.descriptor >= 0 for o in each.offers.values()) for each in theirs)
         if held >= share:
             raise TooManyRequests(f"user {user} has {held} of the daemon's file descriptors")
 
@@ -191,7 +192,7 @@ class Sessions:
                 raise MalformedMessage("FileOffer before Hello")
             if not is_file(packet.descriptor):
                 raise AccessDenied("the offered descriptor is not a file")
-            self._check_descriptors(session.peer.uid, reserved=self.missing_controls())
+            self._check_share(session.peer.uid, reserved=self.missing_controls())
             if ticket in session.offers:
                 raise MalformedMessage(f"a file has been offered under ticket {ticket}")
             if len(session.offers) >= self.limits.offers:
@@ -199,4 +200,8 @@ class Sessions:
         except BaseException:
             self.closer.close(packet.descriptor)
             raise
-        session.offers[ticket] = Offer(packet.message, packet.descriptor, self.closer)
+        offer = session.offers[ticket] = Offer(packet.message, packet.descriptor, self.closer)
+        try:
+            check_descriptors(reserved=self.missing_controls())
+        except TooManyRequests as error:  # Others may have them all: it keeps its leases.
+            offer.refuse(error)

@@ -302,6 +302,8 @@ class PreparedModels:
                 held.enter_context(self._front.take_offer(request, ticket) if ticket else Offer())
                 for ticket in tickets
             )
+            for each in (offer, directory, *files):
+                each.check()
             if self._is_ours(directory.descriptor):
                 self._shown.add(request.session.number)
             locations = (each.location for each in message.externals)
