@@ -772,6 +772,22 @@ class TestTrust:
         world.make(model, externals={"w.bin": theirs}, **asked)
         assert world.hit(model, externals={"w.bin": theirs}, **asked).key != key
 
+    def test_two_containers_with_one_model_and_data_of_their_own(
+        self, world: World, model: Path, tmp_path: Path
+    ) -> None:
+        """Found: each forgot what was known of the other's."""
+        world.preparer.externals = ("w.bin",)
+        asked = world.elsewhere()
+        for name in ("one", "other"):
+            (tmp_path / name).write_bytes(name.encode() * 100)
+            world.make(model, externals={"w.bin": tmp_path / name}, **asked)
+        keys = [
+            world.hit(model, externals={"w.bin": tmp_path / name}, **asked).key
+            for name in ("one", "other", "one", "other")
+        ]
+        assert keys[:2] == keys[2:]
+        assert keys[0] != keys[1]
+
     def test_an_external_file_there_that_changes_meanwhile(
         self, world: World, model: Path, tmp_path: Path
     ) -> None:

@@ -6,6 +6,7 @@ thread.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,26 +14,20 @@ from typing import Any
 from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.prepared.files import Published
-from trims_shim.daemon.prepared.values import Flight, Grant, Known
+from trims_shim.daemon.prepared.values import Flight, Grant
 from trims_shim.errors import NotServed, TooManyRequests, TrimsError
 from trims_shim.specs import Identity
 from trims_shim.wire import messages
 from trims_shim.wire.handover import clipped
 
 __all__ = [
-    "ELSEWHERE",
     "EarlyRequests",
     "directory_of_model",
     "flight_of",
     "hit_reply",
-    "identities_of",
     "identity_of",
     "refusal_reply",
 ]
-
-
-ELSEWHERE = "elsewhere"
-"""What stands for all directories of clients that see other files, which are no paths here."""
 
 
 class EarlyRequests:
@@ -76,14 +71,6 @@ def identity_of(offer: Offer) -> Identity | None:
     return identity
 
 
-def identities_of(offers: Mapping[str, Offer], known: Known) -> tuple[Identity, ...] | None:
-    """The identities of the external files that are ``known``, as offered; None if one is not."""
-    try:
-        return tuple(offers[location].identity() for location, _ in known.content.externals)
-    except (KeyError, TrimsError):
-        return None
-
-
 def hit_reply(grant: Grant, published: Published) -> messages.OpenPreparedReply:
     """The files of a model, and the lease."""
     return messages.OpenPreparedReply(
@@ -102,32 +89,35 @@ def refusal_reply(reason: str, message: str) -> messages.OpenPreparedReply:
     return messages.OpenPreparedReply("refused", reason=reason, message=clipped(message))
 
 
-def directory_of_model(message: messages.OpenPreparedRequest, *, is_elsewhere: bool) -> str:
-    """Where a model's external files are looked for; empty for a model in memory."""
-    return ELSEWHERE if message.path and is_elsewhere else os.path.dirname(message.path)
+def directory_of_model(
+    message: messages.OpenPreparedRequest, offered: Mapping[str, Offer], *, is_elsewhere: bool
+) -> str:
+    """Where a model's external files are looked for; empty for a model in memory.
+
+    For a client that sees other files it is no path, but a name for the files that it has
+    ``offered``, by location, with their identities: what one container lacks another may have.
+    """
+    if not (message.path and is_elsewhere):
+        return os.path.dirname(message.path)
+    files = sorted((location, _identity(offer)) for location, offer in offered.items())
+    return f"offered-{hashlib.sha256(repr(files).encode()).hexdigest()}"
 
 
 def flight_of(
-    message: messages.OpenPreparedRequest,
-    identity: Identity | None,
-    directory: str,
-    offers: Mapping[str, Offer],
+    message: messages.OpenPreparedRequest, identity: Identity | None, directory: str
 ) -> Flight:
     """What a request asks for, as far as it is known before the model is hashed.
 
-    And from where: what one installation or container lacks another may have.
+    And by which installation, as what one lacks another may have.
     """
     asked = message.recipe, message.package
     if identity is None or not message.path:
         return message.digest or identity, *asked
-    if directory != ELSEWHERE:
-        return identity, directory, *asked
-    return identity, frozenset(map(_named_identity, offers.items())), *asked
+    return identity, directory, *asked
 
 
-def _named_identity(offered: tuple[str, Offer]) -> tuple[str, Identity | None]:
-    location, offer = offered
+def _identity(offer: Offer) -> Identity | None:
     try:
-        return location, offer.identity()
+        return offer.identity()
     except TrimsError:
-        return location, None
+        return None

@@ -32,12 +32,10 @@ from trims_shim.daemon import clock, descriptors
 from trims_shim.daemon.front import Front, Request
 from trims_shim.daemon.offers import Offer, status_of
 from trims_shim.daemon.prepared.clients import (
-    ELSEWHERE,
     EarlyRequests,
     directory_of_model,
     flight_of,
     hit_reply,
-    identities_of,
     identity_of,
     refusal_reply,
 )
@@ -309,7 +307,7 @@ class PreparedModels:
             locations = (each.location for each in message.externals)
             opening = _Opening(request, message, offer, dict(zip(locations, files, strict=True)))
             known = self._recall(opening)
-            if known is None or not known.externals or known.directory == ELSEWHERE:
+            if known is None or not known.externals or not os.path.isabs(known.directory):
                 return self._reply(opening, known)
             lookup = _LookUp(opening, known)
             self._lookups.submit(self._look_up, lookup)
@@ -323,12 +321,7 @@ class PreparedModels:
             self._check(opening.session, path)
             identity = identity_of(opening.offer)
             if identity is not None and path:
-                known = self._store.recall(identity, self._directory_of(opening))
-                if known is None or known.directory != ELSEWHERE:
-                    return known
-                if identities_of(opening.externals, known) == known.externals:
-                    return known
-                self._store.unlearn(known)
+                return self._store.recall(identity, self._directory_of(opening))
         return None
 
     def _on_looked_up(self, event: _LookUp) -> None:
@@ -379,7 +372,7 @@ class PreparedModels:
 
     def _directory_of(self, opening: _Opening) -> str:
         is_elsewhere = bool(self._namespace_problem(opening.session))
-        return directory_of_model(opening.message, is_elsewhere=is_elsewhere)
+        return directory_of_model(opening.message, opening.externals, is_elsewhere=is_elsewhere)
 
     def _is_ours(self, descriptor: int) -> bool:
         """Whether it is of our directory: then whoever has it could find our files."""
@@ -406,7 +399,7 @@ class PreparedModels:
         self._drop_if_damaged(key)
         asking = Asking(
             opening.session.number,
-            flight_of(message, identity, self._directory_of(opening), opening.externals),
+            flight_of(message, identity, self._directory_of(opening)),
             key,
             message.path,
             message.recipe.runtime[:RUNTIME_LIMIT],

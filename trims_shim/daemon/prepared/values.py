@@ -54,9 +54,9 @@ class Content(NamedTuple):
 class Known(NamedTuple):
     """A model's file of this identity has this content.
 
-    With external files, only if it is found in ``directory`` (or offered with them by a client that
-    sees other files), and while their identities are ``externals`` (in the order of
-    ``content.externals``).
+    With external files, only if it is found in ``directory``, and while their identities are
+    ``externals`` (in the order of ``content.externals``). If that is no absolute path, it stands
+    for the very files (:func:`~trims_shim.daemon.prepared.clients.directory_of_model`).
     """
 
     identity: Identity
