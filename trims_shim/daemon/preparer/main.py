@@ -210,21 +210,19 @@ def _attempt(
     sessions.save(path, directory, is_packed=is_packed)
     optimising.place(directory, source=path)
     placed = _placed(directory)
-    try:
-        sessions.complete(directory)
-        placed = _placed(directory)
-        note = verifying.verify(
-            reference, lambda: sessions.prepared(directory), weights_bytes=placed[1].size_bytes
-        )
-        sessions.check_casts(directory)
-    except OSError as error:
-        # Of the disk, and true whatever it has left of the files.
-        if error.errno in optimising.NO_DISK:
-            raise optimising.disk_full(directory) from error
-        raise
-    except Exception:
-        _check_placed(directory, placed)
-        raise
+    with optimising.refusing_full_disks(directory):
+        try:
+            sessions.complete(directory)
+            placed = _placed(directory)
+            note = verifying.verify(
+                reference, lambda: sessions.prepared(directory), weights_bytes=placed[1].size_bytes
+            )
+            sessions.check_casts(directory)
+        except OSError:  # Of the disk, and true whatever it has left of the files.
+            raise
+        except Exception:
+            _check_placed(directory, placed)
+            raise
     _check_placed(directory, placed)
     return PrepareReply(probe=clipped(note))
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from trims_shim.daemon import ingest
 from trims_shim.daemon.ingest import Meter
 from trims_shim.daemon.prepared.externals import external_path, is_inside
-from trims_shim.daemon.preparer.optimising import NO_DISK, Refusal, disk_full
+from trims_shim.daemon.preparer.optimising import Refusal, refusing_full_disks
 from trims_shim.errors import FileChanged, FormatError
 from trims_shim.formats.onnx import OnnxModel, is_ort_format, read_model
 from trims_shim.specs import Identity
@@ -89,19 +89,15 @@ class ModelFiles:
             yield self._path
         else:
             copies = os.path.join(directory, _COPIES)
+            # By its digest: no location is another name of it.
+            path = os.path.join(copies, f"{self.digest}.onnx")
+            # "w.bin" and "./w.bin" are one file.
+            files = {os.path.normpath(each.location): each for each in self._externals}
             try:
-                # By its digest: no location is another name of it.
-                path = os.path.join(copies, f"{self.digest}.onnx")
-                try:
+                with refusing_full_disks(directory):
                     _copy(self._descriptor, path)
-                    # "w.bin" and "./w.bin" are one file.
-                    files = {os.path.normpath(each.location): each for each in self._externals}
                     for location, each in files.items():
                         _copy(self._offered[each.location], external_path(path, location))
-                except OSError as error:
-                    if error.errno in NO_DISK:
-                        raise disk_full(directory) from error
-                    raise
                 yield path
             finally:
                 shutil.rmtree(copies, ignore_errors=True)

@@ -32,12 +32,12 @@ from trims_shim.specs import PREPARED_MODEL, PREPARED_WEIGHTS
 from trims_shim.wire.messages import SessionRecipe
 
 __all__ = [
-    "NO_DISK",
     "Refusal",
     "Sessions",
     "disk_full",
     "mapped",
     "place",
+    "refusing_full_disks",
 ]
 
 _SAVED_MODEL = "saved.onnx"
@@ -65,7 +65,7 @@ _PASSING = (
     "No space left on device",
 )
 """Texts in errors that say nothing about the model."""
-NO_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NO_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Refusal(NotServed):
@@ -82,6 +82,17 @@ def disk_full(directory: str) -> Refusal:
     store = os.path.dirname(directory)
     message = f"the disk of {store} has no room for it; free some, or run `trims evict`"
     return Refusal("disk_full", message, is_lasting=False)
+
+
+@contextlib.contextmanager
+def refusing_full_disks(directory: str) -> Iterator[None]:
+    """Make :func:`disk_full` of an OSError in the block that says so."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_DISK:
+            raise disk_full(directory) from error
+        raise
 
 
 class Sessions:
@@ -221,7 +232,7 @@ def place(directory: str, *, source: str = "") -> None:
     """
     saved, weights = (os.path.join(directory, name) for name in (_SAVED_MODEL, _SAVED_WEIGHTS))
     try:
-        with mapped(saved) as model, mapped(weights) as data:
+        with refusing_full_disks(directory), mapped(saved) as model, mapped(weights) as data:
             result = relayout(model, data_size_bytes=len(data), location=PREPARED_WEIGHTS)
             content, transposed = _transposable(result.model)
             with mapped(source) as original:
@@ -236,10 +247,6 @@ def place(directory: str, *, source: str = "") -> None:
         if _is_full(directory):
             raise disk_full(directory) from error
         raise Refusal("not_relaid", f"onnxruntime saved it in an unknown form: {error}") from error
-    except OSError as error:
-        if error.errno in NO_DISK:
-            raise disk_full(directory) from error
-        raise
     finally:
         _remove_saved(directory)
 
