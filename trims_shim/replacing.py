@@ -10,13 +10,21 @@ import contextlib
 import os
 import secrets
 import stat
+from typing import BinaryIO
 
-__all__ = ["replace_file", "target_of"]
+__all__ = ["replace_file", "target_of", "write_all"]
 
 
 def target_of(path: str | os.PathLike[str]) -> str:
     """The file that a user means: a link is to stay one."""
     return os.path.realpath(path) if os.path.islink(path) else os.fspath(path)
+
+
+def write_all(file: BinaryIO, content: bytes) -> None:
+    """Write all of ``content`` to an unbuffered file, which may take less at a time."""
+    left = memoryview(content)
+    while left:
+        left = left[file.write(left) :]
 
 
 def replace_file(path: str, content: bytes) -> None:
@@ -29,9 +37,7 @@ def replace_file(path: str, content: bytes) -> None:
         with open(temporary, "xb", buffering=0) as file:
             with contextlib.suppress(OSError):  # none yet, or a file system without modes
                 os.fchmod(file.fileno(), stat.S_IMODE(os.stat(path).st_mode))
-            left = memoryview(content)
-            while left:
-                left = left[file.write(left) :]
+            write_all(file, content)
         os.replace(temporary, path)
     except BaseException as error:
         if pid == os.getpid():  # Else it is such a child, and the file its parent's.

@@ -19,6 +19,7 @@ from typing import BinaryIO, Protocol
 from trims_shim.errors import RemoteUnreachable
 from trims_shim.remote.listing import Listing, RemoteFile, shown
 from trims_shim.remote.streams import in_order
+from trims_shim.replacing import write_all
 
 __all__ = ["PART_BYTES", "GivenUp", "Remote", "Source", "download"]
 
@@ -146,18 +147,12 @@ def _append(
                 more_bytes = min(came_bytes, _ROOM_BYTES)
                 make_room(more_bytes)
                 room_bytes += more_bytes
-            _write(out, piece)
+            write_all(out, piece)
             progress(came_bytes)
     if size_bytes not in (None, came_bytes):
         raise RemoteUnreachable(
             f"{shown(file.place)}: {came_bytes} bytes came, of {size_bytes}; try again"
         )
-
-
-def _write(out: BinaryIO, piece: bytes) -> None:
-    left = memoryview(piece)
-    while left:
-        left = left[out.write(left) :]
 
 
 def _pieces(source: Source, file: RemoteFile, start: int) -> Iterator[bytes]:
