@@ -202,6 +202,8 @@ from trims_shim.memory.copying import engine
 sys.exit(engine() != 'native' and 'no copy engine: is there a compiler, and pybind11?')"
 fi
 
+# Most tests run beside one another, where pytest-xdist is installed. Those that watch how much of the
+# device's memory is free run alone, after them.
 if has_step tests; then
     limit_s=220 each_s=100
     has_step benchmarks || limit_s="$budget_s"
@@ -209,9 +211,18 @@ if has_step tests; then
     # A dry run occupies no device, and its processor may be busy: it may take longer.
     [ -z "$dry_run" ] || limit_s=$((budget_s * 2 / 3)) each_s=300
     [ -z "$dry_run" ] || variables=("GPU_CHECK_EMULATED=$emulated")
-    PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 run tests "$limit_s" env "${variables[@]}" \
-        "$python" -m pytest -p pytest_timeout --timeout "$each_s" -m gpu -v --maxfail 40 tests/gpu \
-        --ignore tests/gpu/test_gpu_onnxruntime.py
+    watching=(tests/gpu/test_gpu_memory.py tests/gpu/test_gpu_namespaces.py)
+    check=(env PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 "${variables[@]}" "$python" -m pytest
+        -p pytest_timeout --timeout "$each_s" -m gpu -v)
+    beside=()
+    processes=$(($(nproc) / 2))
+    if [ "$processes" -gt 1 ] && "$python" -c "import xdist" 2>/dev/null; then
+        beside=(-p xdist -n "$((processes < 8 ? processes : 8))" --dist worksteal)
+    fi
+    began=$SECONDS
+    run tests "$limit_s" "${check[@]}" "${beside[@]}" --maxfail 40 tests/gpu \
+        --ignore tests/gpu/test_gpu_onnxruntime.py "${watching[@]/#/--ignore=}"
+    run memory $((limit_s - SECONDS + began)) "${check[@]}" "${watching[@]}"
 fi
 
 if has_step onnxruntime && [ -z "$dry_run" ]; then

@@ -13,7 +13,7 @@ shift
 packages=("$@")
 [ ${#packages[@]} -gt 0 ] || packages=(
     pyzmq msgpack blake3 nvidia-ml-py fastsafetensors pybind11
-    pytest pytest-timeout hypothesis pluggy iniconfig packaging pygments sortedcontainers
+    pytest pytest-timeout pytest-xdist execnet hypothesis pluggy iniconfig packaging pygments sortedcontainers
     rich markdown-it-py mdurl
     peft accelerate psutil
 )

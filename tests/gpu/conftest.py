@@ -70,9 +70,14 @@ def _is_ours(item: pytest.Item) -> bool:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Note each outcome at once in the file ``GPU_CHECK_TESTS``: the run may be cut off."""
+    """Note each outcome at once in the file ``GPU_CHECK_TESTS``: the run may be cut off.
+
+    A worker of pytest-xdist leaves that to the process that has started it.
+    """
     path = os.environ.get("GPU_CHECK_TESTS")
-    if not path or (report.when != "call" and report.passed):
+    if not path or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    if report.when != "call" and report.passed:
         return
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
     entry = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
