@@ -27,7 +27,10 @@ from trims_shim.batching.flex.batcher import FlexBatcher
 from trims_shim.batching.flex.exit_points import ExitPoints
 from trims_shim.batching.flex.models import FlexFunctions
 
-LAYERS, WIDTH, BATCH = 16, 1024, 8
+NAME = "batching_flex_overhead"
+LAYERS, BATCH = 16, 8
+WIDTHS = {"cpu": 1024, "cuda": 8192}
+"""Wide enough for a device to compute longer than Python takes to tell it what."""
 STAGES = (1, 2, 4, 8, 16)
 ROUNDS = 60
 BURSTS = 40
@@ -35,8 +38,9 @@ BURSTS = 40
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argument_parser("batching_flex_overhead", __doc__)
+    parser = argument_parser(NAME, __doc__)
     parser.add_argument("--device", default="cpu", help="cpu, or cuda:0")
+    parser.add_argument("--name", default=NAME, help="name of the result file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -45,18 +49,28 @@ def main() -> None:
         found = {
             "device": device,
             "torch": torch.__version__,
-            "model": f"{LAYERS} x Linear({WIDTH}, {WIDTH}), batch {BATCH}",
+            "model": f"{LAYERS} x Linear({width(device)}, {width(device)}), batch {BATCH}",
             "exit_point_us": exit_point_us(),
             "execution_delay": execution_delay(device),
             "preemption": [preemption(device, stages) for stages in STAGES[1:]],
         }
     print(json.dumps(found, indent=1))
-    write_json(arguments.output / "batching_flex_overhead.json", found)
+    write_json(arguments.output / f"{arguments.name}.json", found)
+
+
+def width(device: str) -> int:
+    """Features of a layer."""
+    return WIDTHS[device.partition(":")[0]]
 
 
 def layers(device: str, count: int = LAYERS) -> list[torch.nn.Module]:
     """Some equal layers."""
-    return [torch.nn.Linear(WIDTH, WIDTH).to(device) for _ in range(count)]
+    return [torch.nn.Linear(width(device), width(device), device=device) for _ in range(count)]
+
+
+def row(device: str) -> torch.Tensor:
+    """An item."""
+    return torch.randn(width(device), device=device)
 
 
 def in_stages(modules: list[torch.nn.Module], stages: int) -> list[Callable[..., Any]]:
@@ -88,9 +102,7 @@ def exit_point_us() -> float:
 def execution_delay(device: str) -> list[dict[str, float]]:
     """By number of stages, how much longer a batch takes than in one call without exit points."""
     modules = layers(device)
-    entries = [
-        Entry((torch.randn(WIDTH, device=device),), BlockedCall(), 0, "m") for _ in range(BATCH)
-    ]
+    entries = [Entry((row(device),), BlockedCall(), 0, "m") for _ in range(BATCH)]
 
     def staged(stages: int) -> Callable[[], object]:
         functions = _functions(device, in_stages(modules, stages))
@@ -146,15 +158,15 @@ def preemption(device: str, stages: int) -> dict[str, float]:
         devices=[device],
         caller_runs=False,
     )
-    row = torch.randn(WIDTH, device=device)
+    item = row(device)
     with batcher:
-        long_ms = batcher.warm("long", row).latency_ns(1) / 1e6
-        short_ms = batcher.warm("short", row).latency_ns(8) / 1e6
+        long_ms = batcher.warm("long", item).latency_ns(1) / 1e6
+        short_ms = batcher.warm("short", item).latency_ns(8) / 1e6
         for _ in range(BURSTS):
-            slow = batcher.submit("long", row, deadline_ms=100 * long_ms)
+            slow = batcher.submit("long", item, deadline_ms=100 * long_ms)
             time.sleep(0.2 * long_ms / 1e3)
             deadline_ms = (0.7 * long_ms) + short_ms
-            burst = [batcher.submit("short", row, deadline_ms=deadline_ms) for _ in range(8)]
+            burst = [batcher.submit("short", item, deadline_ms=deadline_ms) for _ in range(8)]
             for each in burst:
                 each.exception()
             slow.result()

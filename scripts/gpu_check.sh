@@ -4,26 +4,28 @@
 #                        [-- ARGUMENTS OF benchmarks.gpu]
 #   --wheels DIR   wheels to install where the machine lacks them (scripts/gpu_wheels.sh fetches them)
 #   --output DIR   where the results go: docs/results, but for a dry run a new temporary directory
-#   --steps LIST   some of environment,native,tests,onnxruntime,benchmarks,staged; environment is
-#                  always made; onnxruntime runs only if onnxruntime-gpu is installed; staged
-#                  (benchmarks.staged_serving) is no default, because it takes all the time left
+#   --steps LIST   some of environment,native,tests,mps,onnxruntime,benchmarks,flex,staged; environment
+#                  is always made; onnxruntime runs only if onnxruntime-gpu is installed. No default
+#                  are mps (loads below NVIDIA's multi-process service, if it is installed), flex
+#                  (benchmarks.batching_flex_overhead), and staged (benchmarks.staged_serving), which
+#                  takes all the time left
 #   --budget-s N   seconds for everything (540)
 #   --dry-run      the same steps on an emulated device with small sizes: checks this script, and
 #                  measures nothing
 # Every step has a time limit, and its results are in the output as soon as it ends. A run that is
 # killed leaves what it had in a hidden folder of the output. Ends with status 1 if a step failed, 2
 # if it cannot begin.
-# Where benchmarks follow, tests are cut off after 220 s; all of them take some six minutes. So a
-# quarter of an hour is best used by two runs, the second at once and with the seconds that are left:
-#   scripts/gpu_check.sh --wheels W --output A --steps native,tests --budget-s 420
-#   scripts/gpu_check.sh --wheels W --output B --steps native,benchmarks --budget-s 360
+# Where benchmarks follow, tests are cut off after 220 s; one after another, without pytest-xdist,
+# all of them take some six minutes. A quarter of an hour is best used by two runs:
+#   scripts/gpu_check.sh --wheels W --output A --steps native,tests,mps,onnxruntime,flex --budget-s 400
+#   scripts/gpu_check.sh --wheels W --output B --steps native,benchmarks --budget-s 400
 #                        -- --only cold --models decoder-7b gpt2 bert-base vit-b16
 set -uo pipefail
 root="$(cd "$(dirname "$0")/.." && pwd)"
 wheels="" output="" dry_run="" budget_s=540 steps="environment,native,tests,onnxruntime,benchmarks"
 
 usage() {
-    sed -n '2,21p' "$root/scripts/gpu_check.sh" | cut -c3- >&2
+    sed -n '2,22p' "$root/scripts/gpu_check.sh" | cut -c3- >&2
     exit 2
 }
 
@@ -47,8 +49,9 @@ done
 [[ "$budget_s" =~ ^[0-9]+$ ]] || fail "--budget-s takes a whole number of seconds"
 for step in ${steps//,/ }; do
     case "$step" in
-        environment | native | tests | onnxruntime | benchmarks | staged) ;;
-        *) fail "there is no step $step: environment, native, tests, onnxruntime, benchmarks, staged" ;;
+        environment | native | tests | mps | onnxruntime | benchmarks | flex | staged) ;;
+        *) fail "there is no step $step: environment, native, tests, mps, onnxruntime, benchmarks," \
+            "flex, staged" ;;
     esac
 done
 [ -z "$wheels" ] || [ -d "$wheels" ] || fail "$wheels is not a directory"
@@ -204,25 +207,43 @@ fi
 
 # Most tests run beside one another, where pytest-xdist is installed. Those that watch how much of the
 # device's memory is free run alone, after them.
-if has_step tests; then
+if has_step tests || has_step mps; then
     limit_s=220 each_s=100
     has_step benchmarks || limit_s="$budget_s"
-    variables=()
+    variables=(PYTEST_DISABLE_PLUGIN_AUTOLOAD=1)
     # A dry run occupies no device, and its processor may be busy: it may take longer.
     [ -z "$dry_run" ] || limit_s=$((budget_s * 2 / 3)) each_s=300
-    [ -z "$dry_run" ] || variables=("GPU_CHECK_EMULATED=$emulated")
-    watching=(tests/gpu/test_gpu_memory.py tests/gpu/test_gpu_namespaces.py)
-    check=(env PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 "${variables[@]}" "$python" -m pytest
-        -p pytest_timeout --timeout "$each_s" -m gpu -v)
+    [ -z "$dry_run" ] || variables+=("GPU_CHECK_EMULATED=$emulated")
+    check=("$python" -m pytest -p pytest_timeout --timeout "$each_s" -m gpu -v)
     beside=()
     processes=$(($(nproc) / 2))
     if [ "$processes" -gt 1 ] && "$python" -c "import xdist" 2>/dev/null; then
         beside=(-p xdist -n "$((processes < 8 ? processes : 8))" --dist worksteal)
     fi
+fi
+
+if has_step tests; then
+    watching=(tests/gpu/test_gpu_memory.py tests/gpu/test_gpu_namespaces.py)
     began=$SECONDS
-    run tests "$limit_s" "${check[@]}" "${beside[@]}" --maxfail 40 tests/gpu \
+    run tests "$limit_s" env "${variables[@]}" "${check[@]}" "${beside[@]}" --maxfail 40 tests/gpu \
         --ignore tests/gpu/test_gpu_onnxruntime.py "${watching[@]/#/--ignore=}"
-    run memory $((limit_s - SECONDS + began)) "${check[@]}" "${watching[@]}"
+    run memory $((limit_s - SECONDS + began)) env "${variables[@]}" "${check[@]}" "${watching[@]}"
+fi
+
+# The outcomes are not noted, because they would replace those of the same tests without it.
+if has_step mps; then
+    if [ -n "$dry_run" ] || command -v nvidia-cuda-mps-control >/dev/null; then
+        service="$(mktemp -d /tmp/gpu-mps-XXXXXX)"
+        variables+=("CUDA_MPS_PIPE_DIRECTORY=$service" "CUDA_MPS_LOG_DIRECTORY=$service")
+        [ -n "$dry_run" ] || env "${variables[@]}" nvidia-cuda-mps-control -d
+        run mps 150 env "${variables[@]}" GPU_CHECK_TESTS="" GPU_CHECK_RECORD="" \
+            "${check[@]}" "${beside[@]}" tests/gpu/test_gpu_torch.py
+        [ -n "$dry_run" ] || env "${variables[@]}" nvidia-cuda-mps-control <<<"quit"
+        cat "$service"/server.log 2>/dev/null | tail -20
+        rm -rf "$service"
+    else
+        echo "the multi-process service is not installed: loads below it are not checked"
+    fi
 fi
 
 if has_step onnxruntime && [ -z "$dry_run" ]; then
@@ -245,6 +266,12 @@ if has_step benchmarks; then
     fi
     run benchmarks "$(left_s)" "$python" -m benchmarks.gpu "${arguments[@]}" \
         --budget-s "$spare_s" "$@"
+fi
+
+if has_step flex; then
+    arguments=(--output "$output" --name "$name-flex-overhead")
+    [ -n "$dry_run" ] || arguments+=(--device cuda:0)
+    run flex 120 "$python" -m benchmarks.batching_flex_overhead "${arguments[@]}"
 fi
 
 # Models in stages: measured, simulated with the measurements, and served. A dry run uses the

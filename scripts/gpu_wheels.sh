@@ -2,7 +2,7 @@
 # Fetches the packages that scripts/gpu_check.sh may find missing on a machine without network.
 #   scripts/gpu_wheels.sh DIR [PACKAGE...]
 # PYTHON_VERSION is that of the machine with the GPU. onnxruntime-gpu is fetched only if it is named:
-# it has 255 MB, without the CUDA 13 and cuDNN 9 that it needs.
+# it has 255 MB, without the CUDA 13 and cuDNN 9 that it needs; scripts/slim_onnxruntime.py makes that 30.
 set -euo pipefail
 if [ $# -lt 1 ] || [ "${1:0:1}" = "-" ]; then
     sed -n '2,5p' "$0" | cut -c3- >&2
@@ -13,7 +13,8 @@ shift
 packages=("$@")
 [ ${#packages[@]} -gt 0 ] || packages=(
     pyzmq msgpack blake3 nvidia-ml-py fastsafetensors pybind11
-    pytest pytest-timeout pytest-xdist execnet hypothesis pluggy iniconfig packaging pygments sortedcontainers
+    pytest pytest-timeout pytest-xdist execnet hypothesis
+    pluggy iniconfig packaging pygments sortedcontainers
     rich markdown-it-py mdurl
     peft accelerate psutil
 )

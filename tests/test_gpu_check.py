@@ -181,7 +181,8 @@ def test_dry_run_on_the_emulated_device(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "gpu-dry-run-check.json").read_text())
     assert report["is_dry_run"]
-    assert [step["step"] for step in report["steps"]] == ["environment", "tests", "benchmarks"]
+    steps = [step["step"] for step in report["steps"]]
+    assert steps == ["environment", "tests", "memory", "benchmarks"]
     assert {step["status"] for step in report["steps"]} == {0}
     assert set(report["test_outcomes"]) == {"passed", "skipped"}
     assert {"clients go on", "one copy", "no leak"} <= {e["verdict"] for e in report["experiments"]}
