@@ -236,12 +236,13 @@ class _Jobs:
         layout = plan(source, request)
         fingerprint = layout.fingerprint()
         self._send(duties.PlanUploadReply(request.job, layout.size_bytes, fingerprint))
+        # The daemon makes the memory meanwhile: a first context takes longer than that.
+        index = self._index()
         begin = inbox.get()
         if begin is None:
             return None
         allocations = begin.message.allocations
         outline, *parts = _collect(1 + len(allocations), held, inbox)
-        index = self._index()
         with self._placed(request.job, layout, parts, allocations) as address:
             digest = copying.upload(
                 source,
