@@ -464,6 +464,19 @@ def test_one_that_has_worked_makes_room_for_one_without_a_context(
     assert harness.deaths == 0
 
 
+@pytest.mark.parametrize("emulated_environment", [{"context_bytes": 64 << 20}], indirect=True)
+def test_a_context_is_made_while_the_memory_is(make: Callable[..., Harness], source: int) -> None:
+    """It takes longer, on the first load and on the first one after a pause."""
+    harness = make()
+    with harness.uploader.job() as job:
+        assert harness.machine.allocations() == []
+        job.plan(source, size_bytes=len(CONTENT), limit_bytes=1 << 30, is_hashed=True, name="m")
+        wait_until(
+            lambda: [each.kind for each in harness.machine.allocations()] == ["context"],
+            "a context, before there is memory",
+        )
+
+
 @pytest.mark.parametrize("backend", ["vmm", "ipc"])
 def test_one_is_idle_since_its_last_work(
     make: Callable[..., Harness], source: int, monkeypatch: pytest.MonkeyPatch, backend: str
