@@ -83,11 +83,12 @@ def _storage_of(data: bytes) -> torch.UntypedStorage:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).untyped_storage()
 
 
-def build(data: bytes) -> Any:
+def build(data: bytes, *, interns_names: bool = False) -> Any:
     """What the readers make of an archive, put together the simplest way."""
     archive = read_archive(data)
     span = archive.records["data.pkl"]
-    recipe = read_recipe(data[span.offset_bytes : span.end_bytes])
+    pickle = data[span.offset_bytes : span.end_bytes]
+    recipe = read_recipe(pickle, interns_names=interns_names)
     storages = []
     for spec in recipe.storages:
         span = archive.records[f"data/{spec.key}"]

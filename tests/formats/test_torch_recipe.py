@@ -135,6 +135,15 @@ def test_the_result_is_that_of_torch_load(name: str, tools: Any, assert_same: An
     _assert_as_torch(tools.save(_VALUES[name]()), tools, assert_same)
 
 
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_names_of_attributes_are_interned_where_pickle_does(weights_only: bool, tools: Any) -> None:
+    data = tools.save(_ordered_with_attributes())
+    theirs = torch.load(io.BytesIO(data), weights_only=weights_only)
+    ours = tools.build(data, interns_names=not weights_only)
+    found = [[name is sys.intern(name) for name in vars(each)] for each in (ours, theirs)]
+    assert found == [[not weights_only] * len(vars(theirs))] * 2
+
+
 @pytest.mark.parametrize("dtype", sorted(ELEMENT_TYPES))
 def test_every_dtype(dtype: str, tools: Any, assert_same: Any) -> None:
     tensor = torch.arange(6).to(getattr(torch, dtype)).reshape(2, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from typing import Any
 
 import torch
@@ -19,6 +20,15 @@ def plain(work: Work) -> object:
 @cases({"true": True, "false": False, "none": None}, served=True)
 def weights_only(work: Work, value: Any) -> object:
     return torch.load(work.file("model.pt", saved(state())), weights_only=value)
+
+
+@cases({"true": True, "false": False}, served=True)
+def names_of_attributes(work: Work, value: bool) -> object:
+    """A pickler writes a name once: the size of what is saved tells whether it is one object."""
+    path = work.file("module.pt", saved(net().state_dict()))
+    loaded = [torch.load(path, weights_only=value) for _ in range(2)]
+    names = [name for each in loaded for name in vars(each)]
+    return [len(pickle.dumps(names)), [name is sys.intern(name) for name in names]]
 
 
 @cases({"true": True, "false": False, "none": None}, served=None)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import reprlib
 import struct
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -77,13 +78,15 @@ class Recipe:
         return reader.assemble([*tensors, *reversed(parameters)])
 
 
-def read_recipe(data: bytes) -> Recipe:
+def read_recipe(data: bytes, *, interns_names: bool = False) -> Recipe:
     """The recipe in a pickle (the whole of ``data.pkl``).
 
+    ``interns_names``: names of attributes are interned, as the module pickle does and torch's
+    unpickler for ``weights_only`` does not; it shows in what is pickled again with others.
     Raises CorruptFile if it is no pickle, UnsupportedFormat if only torch can tell what it means.
     Time and memory are linear in its length.
     """
-    reader = _Reader(data)
+    reader = _Reader(data, interns_names=interns_names)
     try:
         reader.run()
     except (IndexError, struct.error, UnicodeDecodeError) as error:
@@ -159,6 +162,7 @@ class _Reader:
         "_arguments",
         "_frames",
         "_hooks",
+        "_interns_names",
         "_memo",
         "_root",
         "_runs",
@@ -176,9 +180,10 @@ class _Reader:
         "tensors",
     )
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, *, interns_names: bool) -> None:
         self.data = data
         self.position = 2
+        self._interns_names = interns_names
         self.stack: list[Any] = []
         self.storages: list[StorageSpec] = []
         self.tensors: list[TensorSpec] = []
@@ -440,6 +445,8 @@ class _Reader:
         # The state is copied now: a None that waits for its tensor would stay.
         if id(state) in self._waiting:
             raise UnsupportedFormat("pickle sets a tensor as an attribute")
+        if self._interns_names:
+            state = {sys.intern(name): value for name, value in state.items()}
         target.__dict__.update(state)
 
     # Globals, calls and storages

@@ -55,12 +55,15 @@ def may_apply(map_location: Any) -> bool:
     return type(map_location) in (str, torch.device) and _names_cuda(str(map_location))
 
 
-def build(reader: Any, map_location: Any, *, file: Any) -> Built | None:
+def build(
+    reader: Any, map_location: Any, *, file: Any, interns_names: bool = False
+) -> Built | None:
     """Return the state dict on its device; None where the host tier or torch has to load it.
 
     ``reader`` is torch's reader of the archive, ``file`` the program's file that it reads.
+    ``interns_names``: see :func:`read_recipe`.
     """
-    planned = _plan(reader, map_location)
+    planned = _plan(reader, map_location, interns_names=interns_names)
     if planned is None:
         return None
     data, recipe, device = planned
@@ -93,7 +96,9 @@ def _names_cuda(location: str) -> bool:
 
 
 @collector_paused()
-def _plan(reader: Any, map_location: Any) -> tuple[bytes, Recipe, torch.device] | None:
+def _plan(
+    reader: Any, map_location: Any, *, interns_names: bool
+) -> tuple[bytes, Recipe, torch.device] | None:
     """Return the pickle, its recipe, and the one device to which all of its storages go."""
     if not reader.has_record(_PICKLE):
         return None
@@ -101,7 +106,7 @@ def _plan(reader: Any, map_location: Any) -> tuple[bytes, Recipe, torch.device] 
     if map_location is None and b"cuda" not in data:
         return None
     try:
-        recipe = read_recipe(data)
+        recipe = read_recipe(data, interns_names=interns_names)
     except FormatError as error:
         torch_device.skip(error.reason, what="torch.load")
         return None

@@ -155,12 +155,13 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
                 and patches.active()
                 and _is_plain(pickle_module, pickle_file, pickle_load_args)
             )
-            built = _build_on_device(zip_file, map_location) if is_plain else None
+            interns = pickle_module is pickle
+            built = _build_on_device(zip_file, map_location, interns) if is_plain else None
             if built is None:
                 served = zip_file.mapped(overall_storage)
                 overall_storage = overall_storage if served is None else served
                 if is_plain:
-                    built = _build_on_host(zip_file, map_location, overall_storage)
+                    built = _build_on_host(zip_file, map_location, overall_storage, interns)
             if built is not None:
                 return built.result
         return original(
@@ -249,26 +250,35 @@ _IS_TORCHS = all(map(is_own, _STOCK_REBUILDERS, _HOMES)) and all(
 
 
 @or_none
-def _build_on_device(reader: _Reader, map_location: Any) -> Built | None:
-    """Return the result on its device; None where the host tier or torch has to build it."""
+def _build_on_device(reader: _Reader, map_location: Any, interns: bool) -> Built | None:
+    """Return the result on its device; None where the host tier or torch has to build it.
+
+    ``interns``: names of attributes (:func:`read_recipe`).
+    """
     if reader.file is None or not torch_device_load.may_apply(map_location) or has_foreign_mode():
         return None
-    built = torch_device_load.build(reader, map_location, file=reader.file)
+    built = torch_device_load.build(reader, map_location, file=reader.file, interns_names=interns)
     if built is not None:
         reader.end_load()
     return built
 
 
 @or_none
-def _build_on_host(reader: _Reader, map_location: Any, overall_storage: Any) -> Built | None:
-    """Return the result over the cached archive; None where torch has to unpickle it."""
+def _build_on_host(
+    reader: _Reader, map_location: Any, overall_storage: Any, interns: bool
+) -> Built | None:
+    """Return the result over the cached archive; None where torch has to unpickle it.
+
+    ``interns``: names of attributes (:func:`read_recipe`).
+    """
     if not (map_location is None or _is_cpu(map_location)) or has_mode():
         return None
     served = _served_by(reader, overall_storage)
     if served is None or not torch_rebuild.is_little_endian(served.archive):
         return None
     try:
-        built = _assemble(reader, served, is_on_cpu=map_location is not None)
+        is_on_cpu = map_location is not None
+        built = _assemble(reader, served, is_on_cpu=is_on_cpu, interns_names=interns)
     except FormatError:
         return None  # Not a plain state dict: torch unpickles it, over the same bytes.
     # Border: torch unpickles it, and raises an error of its own where it has to.
@@ -288,12 +298,14 @@ def _build_on_host(reader: _Reader, map_location: Any, overall_storage: Any) -> 
 
 
 @collector_paused()
-def _assemble(reader: _Reader, served: ServedArchive, *, is_on_cpu: bool) -> tuple[Any, int] | None:
+def _assemble(
+    reader: _Reader, served: ServedArchive, *, is_on_cpu: bool, interns_names: bool
+) -> tuple[Any, int] | None:
     """Return the result, and where in the file torch would have read last; or None.
 
     ``is_on_cpu``: all of it goes there, whatever the pickle says. Raises FormatError.
     """
-    recipe = read_recipe(served.pickle())
+    recipe = read_recipe(served.pickle(), interns_names=interns_names)
     storages = []
     end_bytes = served.archive.records["data.pkl"].end_bytes
     for spec in recipe.storages:
