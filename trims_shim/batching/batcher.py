@@ -53,6 +53,7 @@ from trims_shim.batching.staged.stage_statistics import StagedStats
 from trims_shim.batching.statistics import BatcherStats
 from trims_shim.diagnostics import pass_on
 from trims_shim.errors import BatcherClosed
+from trims_shim.late_imports import ensure_imported
 
 if TYPE_CHECKING:
     from typing_extensions import Self, TypeVar, Unpack
@@ -719,6 +720,7 @@ def _plain_kind(
 @functools.cache
 def _staged() -> ModuleType:
     """The module that only models in stages need."""
+    ensure_imported("trims_shim.batching.staged.drivers.front")
     from trims_shim.batching.staged.drivers import front
 
     return front
@@ -727,6 +729,7 @@ def _staged() -> ModuleType:
 @functools.cache
 def _aio() -> ModuleType:
     """The module that needs asyncio, which takes 50 ms to import."""
+    ensure_imported("trims_shim.batching.drivers.aio")
     from trims_shim.batching.drivers import aio
 
     return aio

@@ -177,37 +177,50 @@ def test_a_child_that_is_forked_in_the_middle_of_a_turn_may_exit(
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_a_fork_waits_while_another_thread_makes_the_first_loop() -> None:
+@pytest.mark.parametrize(
+    ("imported", "work"),
+    [
+        ("trims_shim.batching.drivers.aio", "Batcher(same)(7)"),
+        ("trims_shim.batching.drivers.aio", "asyncio.run(Batcher(same).aio(7))"),
+        ("trims_shim.batching.staged.drivers.front", "Batcher(StagedModel([list]))(7)"),
+        ("trims_shim.batching.staged.slicing.graph_slicing", "staged.slice_model and 7"),
+        ("numpy", "int(Batcher(list, collate='stack')(7))"),
+    ],
+)
+def test_a_fork_waits_for_what_another_thread_imports(imported: str, work: str) -> None:
     """Found: the child waited without end for the module that the thread was importing."""
     code = """
         import asyncio, importlib.abc, os, signal, sys, threading, time
-        from trims_shim.batching import Batcher
+        from trims_shim.batching import Batcher, staged
+        from trims_shim.batching.staged import StagedModel
 
         begun = threading.Event()
 
         class Slow(importlib.abc.MetaPathFinder):
             def find_spec(self, name, path, target=None):
-                if name == "trims_shim.batching.drivers.aio":
+                if name == sys.argv[1]:
                     begun.set()
                     time.sleep(0.2)
 
         async def same(items):
             return items
 
-        batcher = Batcher(same, slo_ms=1e5)
+        def work():
+            return eval(sys.argv[2])
+
         sys.meta_path.insert(0, Slow())
-        thread = threading.Thread(target=batcher, args=(1,))
+        thread = threading.Thread(target=work)
         thread.start()
         begun.wait()
         child = os.fork()
         if child == 0:
             signal.alarm(10)
-            os._exit(batcher(7))
+            os._exit(work())
         thread.join()
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], timeout=LONG_S, check=False
+        [sys.executable, "-c", textwrap.dedent(code), imported, work], timeout=LONG_S, check=False
     )
     assert done.returncode == 7
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trims_shim.batching.collating.arrays import library_of
 from trims_shim.batching.collating.splitting import split
 from trims_shim.batching.collating.structures import part_of, parts_of, rebuilt_mapping, with_parts
+from trims_shim.late_imports import ensure_imported
 
 if TYPE_CHECKING:
     from trims_shim.batching.collating.collate import Collate
@@ -297,6 +298,7 @@ def _converted_key(item: Any) -> Hashable:
 
 
 def _as_array(item: Any) -> Any:
+    ensure_imported("numpy")
     import numpy
 
     try:

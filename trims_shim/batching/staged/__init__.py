@@ -12,6 +12,7 @@ from trims_shim.batching.staged.activations import EarlyExit, Shared, Stepped
 from trims_shim.batching.staged.model import Loop, StagedModel
 from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.batching.staged.stage_statistics import StagedStats, StageStats
+from trims_shim.late_imports import ensure_imported
 
 if TYPE_CHECKING:
     from trims_shim.batching.staged.decoding.generating import Decoder, generation
@@ -47,8 +48,9 @@ _LATE = {
 def __getattr__(name: str) -> Any:
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{_LATE[name]}")
-    return getattr(module, name)
+    module = f"{__name__}.{_LATE[name]}"
+    ensure_imported(module)
+    return getattr(importlib.import_module(module), name)
 
 
 def __dir__() -> list[str]:
