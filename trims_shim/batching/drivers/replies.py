@@ -216,12 +216,14 @@ class Seat:
 class BlockedCall(Seat):
     """The caller's thread waits, and runs its batch itself when it is asked to."""
 
-    __slots__ = ("_failure", "_result", "is_abandoned", "is_done")
+    __slots__ = ("_failure", "_result", "is_abandoned", "is_done", "is_orphan")
 
     def __init__(self) -> None:
         super().__init__()
         self.is_done = False
         self.is_abandoned = False
+        self.is_orphan = False
+        """In a forked child: no other batch than its thread's own can answer it."""
         self._result: Any = None
         self._failure: Failure | None = None
 
@@ -243,8 +245,10 @@ class BlockedCall(Seat):
 
     def orphan(self) -> None:
         """In a child that was forked while its thread waited, as by a signal handler: fail."""
+        self.is_orphan = True
         if self.job is None:  # else it runs its batch here
             self.fail(BatchingError(OTHER_PROCESS))
+        self.wake()
 
     def take(self) -> Any:
         """The result; raises the error."""

@@ -109,8 +109,11 @@ class ThreadDispatch(Dispatch):
     def _report(self, job: Job, reply: BlockedCall) -> None:
         """Report the end of the caller's job. Without an answer the caller may get another job."""
         self.post(job, reply)
-        while reply.job is job and not reply.is_done:
+        while reply.job is job and not (reply.is_done or reply.is_orphan):
             self._wait(reply)
+        if reply.is_orphan and not reply.is_done:  # this was a stage, or was given up
+            reply.job = None
+            reply.orphan()
 
     def call_nested(self, entry: Entry) -> Any:
         """Run a request from inside a batch alone, here and now: it cannot wait for that batch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import os
 import random
 import signal
 import threading
@@ -1040,6 +1041,35 @@ def test_a_child_works_anew_and_does_not_wait_for_the_parents_stages() -> None:
         assert passes_in_child(check)
         second.gate.open()
         assert future.result(LONG_S) == 1
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_child_that_goes_on_in_a_stage_is_told(place: int) -> None:
+    """Found: a child forked by a signal handler in the caller's stage waited for the next one."""
+    children: list[int] = []
+
+    def forking(items: list[int]) -> list[int]:
+        if not children:
+            children.append(os.fork())
+            if not children[0]:
+                signal.alarm(round(LONG_S))
+        return items
+
+    stages = [adding(1), adding(2)]
+    stages.insert(place, forking)
+    batcher = plain(StagedModel(stages))
+    try:
+        answer = batcher(1)
+    except BatchingError as error:
+        if not children[0]:
+            os._exit("parent" not in str(error) or batcher(1) != 4)
+        raise
+    finally:
+        if not children[0]:
+            os._exit(1)
+    assert answer == 4
+    assert os.waitpid(children[0], 0)[1] == 0
+    batcher.close()
 
 
 def test_a_batcher_that_nobody_has_any_more_is_gone() -> None:
