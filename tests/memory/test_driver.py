@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import emulated_cuda as emulation
@@ -430,6 +431,33 @@ def test_a_forked_child_never_calls_the_driver(
     with opened.context(0):
         assert passes_in_child(check)
     assert len(opened.devices()) == 1
+
+
+def test_a_child_that_goes_on_in_the_middle_is_refused(opened: Driver) -> None:
+    """Found: for a child of a signal handler there was neither a driver nor an error."""
+    children: list[int] = []
+
+    def fork(frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
+        if frame.f_code is not driver.__code__:
+            return None
+        if event == "line":
+            children.append(os.fork())
+            if not children[-1]:
+                sys.settrace(None)
+        return fork
+
+    before = sys.gettrace()
+    sys.settrace(fork)
+    try:
+        driver().devices()
+    except DriverFailure as error:
+        os._exit("spawn" not in str(error))
+    finally:
+        sys.settrace(before)
+        if not all(children):
+            os._exit(1)
+    assert len(children) > 1
+    assert [os.waitpid(each, 0)[1] for each in children] == [0] * len(children)
 
 
 def test_a_child_forked_before_the_first_use_may_use_it(

@@ -356,19 +356,20 @@ class Driver:
 
 def driver() -> Driver:
     """Return this process's driver. Raises DriverFailure, on every call, where there is none."""
-    if _process.driver is not None:
-        return _process.driver
-    with _process.lock:
-        if _process.is_forked:
+    process = _process  # A signal handler may fork in the middle, and the child has another one.
+    if process.driver is not None:
+        return process.driver
+    with process.lock:
+        if process.is_forked:
             raise DriverFailure(_FORKED)
-        if _process.driver is None:
-            _process.is_used = True
+        if process.driver is None:
+            process.is_used = True
             try:
-                _process.driver = Driver()
+                process.driver = Driver()
             except DriverFailure:
-                _process.is_used = False
+                process.is_used = False
                 raise
-        return _process.driver
+        return process.driver
 
 
 def forget() -> None:
