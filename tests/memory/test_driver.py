@@ -460,6 +460,22 @@ def test_a_child_that_goes_on_in_the_middle_is_refused(opened: Driver) -> None:
     assert [os.waitpid(each, 0)[1] for each in children] == [0] * len(children)
 
 
+def test_a_child_that_is_forked_in_a_block_may_exit(opened: Driver) -> None:
+    """Found: it got an error in place of its exit, and loaded from the file instead of ending."""
+    child = -1
+    try:
+        with opened.relaxed_capture(), opened.context(0):
+            child = os.fork()
+            if not child:
+                sys.exit(7)
+    except SystemExit as end:
+        os._exit(end.code)  # type: ignore[arg-type]
+    finally:
+        if not child:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
 def test_a_child_forked_before_the_first_use_may_use_it(
     emulated_environment: dict[str, str],
 ) -> None:

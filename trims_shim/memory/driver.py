@@ -213,7 +213,7 @@ class Driver:
             self._call("cuCtxSetCurrent", primary)
             yield
         finally:
-            self._call("cuCtxSetCurrent", before)
+            self._restore("cuCtxSetCurrent", before)
 
     @contextlib.contextmanager
     def relaxed_capture(self) -> Iterator[None]:
@@ -228,7 +228,7 @@ class Driver:
             yield
         finally:
             if mode.value != libcuda.CU_STREAM_CAPTURE_MODE_RELAXED:  # else it is as it was
-                self._call("cuThreadExchangeStreamCaptureMode", mode)
+                self._restore("cuThreadExchangeStreamCaptureMode", mode)
 
     def synchronize(self, index: int) -> None:
         """Wait for all work that this process has given to a device.
@@ -334,6 +334,11 @@ class Driver:
 
     def _number(self, call: str, *inputs: object, of: str = "", into: Word | None = None) -> int:
         return int(self._call(call, *inputs, of=of, into=into).value)
+
+    def _restore(self, call: str, before: object) -> None:
+        """At the end of a block; one that a forked child leaves, maybe to exit, is its parent's."""
+        if self._pid == os.getpid():
+            self._call(call, before)
 
     def _call(self, call: str, *inputs: object, of: str = "", into: Word | None = None) -> Any:
         """Return the call's output as a ctypes object (None where it has none)."""
