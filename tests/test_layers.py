@@ -77,7 +77,7 @@ LAYERS = (
     ("daemon.prepared.key", "daemon.prepared.files", "daemon.prepared.clients"),
     ("daemon.device.uploader", "daemon.device.uploading", "daemon.device.peer_copying"),
     ("daemon.device.account", "daemon.device.loader", "daemon.tiers"),
-    ("daemon.preparer.installation",),
+    ("daemon.preparer.installation", "daemon.preparer.recipes"),
     (
         "daemon.prepared.interpreters",
         "daemon.preparer.fingerprints",

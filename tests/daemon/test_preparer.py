@@ -236,6 +236,23 @@ class TestRefusals:
         reply = prepare(model, directory, protocol=messages.PROTOCOL_VERSION + 1)
         assert (reply.reason, reply.is_lasting) == ("other_protocol", False)
 
+    def test_a_recipe_that_no_client_of_ours_has(
+        self, model: Path, directory: Path, tmp_path: Path
+    ) -> None:
+        """One in another container may ask for anything, such as files of any name."""
+        written = tmp_path / "statistics.csv"
+        entry = ("session.collect_node_memory_stats_to_file", str(written))
+        reply = prepare(model, directory, entries=(entry,))
+        assert (reply.reason, reply.is_lasting) == ("config_entry", False)
+        assert not written.exists()
+        for providers in (
+            (("CUDAExecutionProvider", "gpu_external_alloc", "4096"), ("CPUExecutionProvider",)),
+            (("CPUExecutionProvider",), ("OtherExecutionProvider", "path", "/lib.so")),
+            (),
+        ):
+            assert prepare(model, directory, providers=providers).reason == "provider"
+        assert os.listdir(directory) == []
+
     def test_a_directory_that_is_gone(self, model: Path, tmp_path: Path) -> None:
         reply = prepare(model, tmp_path / "nowhere")
         assert (reply.reason, reply.is_lasting) == ("preparer_failed", False)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from trims_shim import diagnostics
 from trims_shim.client.cache import cache
+from trims_shim.daemon.preparer.recipes import OF_THE_PROCESS
 from trims_shim.errors import NotServed, TrimsError
 from trims_shim.formats.onnx_directory import read_directory
 from trims_shim.late_imports import ensure_imported
@@ -42,16 +43,6 @@ __all__ = ["PROVIDER", "Runtime", "creating", "describe", "is_served", "runtime"
 PROVIDER = "CUDAExecutionProvider"
 _COMPANIONS = frozenset({"CPUExecutionProvider", "AzureExecutionProvider"})
 _DEVICE_OPTION = "device_id"
-_OF_PROCESS = frozenset(
-    {
-        "gpu_external_alloc",
-        "gpu_external_empty_cache",
-        "gpu_external_free",
-        "has_user_compute_stream",
-        "user_compute_stream",
-    }
-)
-"""Options that are addresses in the client: where a session works, not what it computes."""
 _skip = Skips("device_off")
 """Count a session that gets private device memory; warn once if that is a fault."""
 
@@ -94,7 +85,7 @@ def describe(options: Mapping[str, Any]) -> dict[str, str]:
     The device is named by its id instead of its number, and options of the process alone are left
     out. Raises NotServed if there is no such device; onnxruntime then says so itself.
     """
-    kept = {str(key): str(value) for key, value in options.items() if key not in _OF_PROCESS}
+    kept = {str(key): str(value) for key, value in options.items() if key not in OF_THE_PROCESS}
     number = kept.get(_DEVICE_OPTION, "0")
     try:
         return kept | {_DEVICE_OPTION: runtime.device_id(int(number))}

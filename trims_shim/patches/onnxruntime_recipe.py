@@ -22,6 +22,7 @@ from trims_shim.children import library_first
 from trims_shim.client.cache import cache
 from trims_shim.client.prepared import PreparedModel
 from trims_shim.daemon.preparer.installation import installation
+from trims_shim.daemon.preparer.recipes import NO_PREPACKING, OF_THE_RUN, check_entry
 from trims_shim.errors import NotServed
 from trims_shim.late_imports import ensure_imported
 from trims_shim.patches import onnxruntime_models as models
@@ -44,60 +45,7 @@ _CUDA = "CUDAExecutionProvider"
 _HARMLESS = frozenset({_CPU, "AzureExecutionProvider"})
 """Azure's provider is in the list of every CPU build, and takes no node of an ordinary model."""
 
-NO_PREPACKING = "session.disable_prepacking"
-_OF_THE_RUN = frozenset(
-    {
-        "session.dynamic_block_base",
-        "session.force_spinning_stop",
-        "session.inter_op.allow_spinning",
-        "session.inter_op.spin_backoff_max",
-        "session.inter_op.spin_duration_us",
-        "session.intra_op.allow_spinning",
-        "session.intra_op.spin_backoff_max",
-        "session.intra_op.spin_duration_us",
-        "session.intra_op_thread_affinities",
-        "session.prepack.enable_parallel",
-        "session.use_device_allocator_for_initializers",
-        "session.use_env_allocators",
-    }
-)
-"""Config entries that decide how a session works, not what it computes."""
-_OF_THE_MODEL = frozenset(
-    {
-        "mlas.disable_kleidiai",
-        "mlas.enable_gemm_fastmath_arm64_bfloat16",
-        "mlas.kleidiai.conv_igemm_max_work",
-        "mlas.nchwc_depthwise_sliding",
-        "mlas.nchwc_pointwise_conv_max_input_channel_batch",
-        "mlas.qnbit.force_fp32",
-        "mlas.use_lut_gemm",
-        "optimization.constant_folding_max_output_size_in_bytes",
-        "optimization.disable_specified_optimizers",
-        "optimization.enable_cast_chain_elimination",
-        "optimization.enable_gelu_approximation",
-        "session.allow_released_opsets_only",
-        "session.disable_aot_function_inlining",
-        "session.disable_cpu_ep_fallback",
-        "session.disable_double_qdq_remover",
-        "session.disable_qdq_constant_folding",
-        "session.disable_quant_qdq",
-        "session.enable_dq_matmulnbits_fusion",
-        "session.enable_quant_qdq_cleanup",
-        "session.function_expansion_byte_limit",
-        "session.function_expansion_node_limit",
-        "session.gqa_value_layout",
-        "session.graph_optimizations_loop_level",
-        "session.qdq_matmulnbits_accuracy_level",
-        "session.qdq_matmulnbits_block_size",
-        "session.qdqisint8allowed",
-        "session.set_denormal_as_zero",
-        "session.x64quantprecision",
-    }
-)
-"""Config entries that are part of the recipe."""
 _DENORMALS = "session.set_denormal_as_zero"
-_NAMESPACES = ("ep.", "memory.", "mlas.", "optimization.", "session.")
-"""Prefixes of onnxruntime's own config entries; only custom operators read others."""
 
 
 # Now, while onnxruntime is being imported: later, another one may be on the disk.
@@ -301,12 +249,10 @@ def default_recipe(*, prepack: str) -> SessionRecipe:
 def _entries(found: Mapping[str, str]) -> dict[str, str]:
     entries = {}
     for key, value in found.items():
-        if key in _OF_THE_RUN:
-            continue
-        is_known = key in _OF_THE_MODEL or key == NO_PREPACKING
-        if not is_known and key.startswith(_NAMESPACES):
-            raise NotServed("config_entry", f"config entry {key} is set")
-        entries[key] = value
+        if key not in OF_THE_RUN:
+            if key != NO_PREPACKING:
+                check_entry(key)
+            entries[key] = value
     return entries
 
 

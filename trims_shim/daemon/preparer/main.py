@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from trims_shim.children import be_called
 from trims_shim.daemon import background
 from trims_shim.daemon.preparer import cuda as preparer_cuda
-from trims_shim.daemon.preparer import optimising, verifying
+from trims_shim.daemon.preparer import optimising, recipes, verifying
 from trims_shim.daemon.preparer.installation import installation
 from trims_shim.daemon.preparer.model_files import ModelFiles
 from trims_shim.daemon.preparer.optimising import Refusal, Sessions
@@ -141,6 +141,7 @@ def _refused(reason: str, message: object, *, is_lasting: bool = False) -> Prepa
 def _prepare(request: PrepareRequest, on_hashed: Callable[[SourceHashed], bool]) -> PrepareReply:
     if request.protocol != messages.PROTOCOL_VERSION:
         raise Refusal("other_protocol", f"protocol {request.protocol}", is_lasting=False)
+    recipes.check(request.recipe)
     offered = request.externals
     files = ModelFiles(request.source, request.path, None if offered is None else dict(offered))
     try:
