@@ -164,6 +164,18 @@ class TestOfferedFiles:
         assert (reply.reason, reply.is_lasting) == ("external_path", False)
         assert daemon.hashed == []
 
+    def test_a_name_of_many_directories(self, tmp_path: Path, directory: Path) -> None:
+        """Found: nobody could delete the copies, and the daemon's next start failed of them."""
+        path = tmp_path / "deep.onnx"
+        locations = ["a/" * count + "weights.bin" for count in (32, 33)]
+        reasons = []
+        for location in locations:
+            save_external(perceptron(), location)(path)
+            with opened(path) as source, opened(tmp_path / location) as weights:
+                reply = self.prepare(source, {location: weights}, directory, Daemon())
+            reasons.append(reply.reason)
+        assert reasons == ["", "external_path"]
+
     def test_names_that_the_directory_takes_for_one(
         self,
         offered: tuple[int, dict[str, int]],

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import stat
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -549,6 +550,24 @@ class TestScan:
                 fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         finally:
             os.close(other)
+
+    def test_a_leftover_that_is_too_deep(
+        self, open_files: Callable[[], PreparedFiles], tmp_path: Path
+    ) -> None:
+        """Found: no daemon had prepared models any more."""
+        files = open_files()
+        path = files.make()
+        files.close()
+        deep = "/".join("a" * 500)
+        for _ in range(3):  # One call cannot make them all.
+            os.makedirs(tmp_path / deep)
+            os.rename(path, tmp_path / deep / "a")
+            os.mkdir(path)
+            os.rename(tmp_path / "a", os.path.join(path, "a"))
+        try:
+            assert open_files().open().published == ()
+        finally:
+            subprocess.run(["rm", "-rf", path], check=True)
 
     def test_nothing_is_made_while_another_one_cleans_up(
         self, open_files: Callable[[], PreparedFiles]

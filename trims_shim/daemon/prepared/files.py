@@ -288,7 +288,9 @@ class PreparedFiles:
             return
         # A link is not followed: a preparer may leave anything.
         if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path, ignore_errors=True)
+            # Up to Python 3.12, directories can be too deep for it.
+            with contextlib.suppress(RecursionError):
+                shutil.rmtree(path, ignore_errors=True)
         else:
             with contextlib.suppress(OSError):
                 os.unlink(path)

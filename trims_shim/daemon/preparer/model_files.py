@@ -33,6 +33,9 @@ _NOT_OFFERED = (
     "directory, or there are more than 16 such files, or the model is larger than 16 MB without "
     "them"
 )
+_DEPTH_LIMIT = 32
+"""Directories in the name of a copy. Who deletes them, also in the daemon, needs a descriptor and a
+call for each that is inside another."""
 _COPIES = "source"
 _COPY_BYTES = 1 << 20
 
@@ -163,6 +166,9 @@ class ModelFiles:
         if os.pardir in location.split("/"):
             # A copy has one name, and what is before the dots may be a link there.
             message = f"external data at {location!r:.200}, in another container"
+            raise Refusal("external_path", message, is_lasting=False)
+        if location.count("/") > _DEPTH_LIMIT:
+            message = f"external data in more than {_DEPTH_LIMIT} directories: {location!r:.200}"
             raise Refusal("external_path", message, is_lasting=False)
         descriptor = self._offered.get(location)
         if descriptor is None:
