@@ -224,6 +224,33 @@ class TestOfferedFiles:
         assert (reply.reason, reply.is_lasting) == ("file_changed", False)
         assert os.listdir(directory) == ["model.onnx", "weights.bin"] or not os.listdir(directory)
 
+    def test_one_that_grows_before_it_is_copied(
+        self,
+        offered: tuple[int, dict[str, int]],
+        directory: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Found: it could fill the disk."""
+        source, externals = offered
+        weights = externals["sub/weights.bin"]
+        expected = os.fstat(source).st_size + os.fstat(weights).st_size
+        copied = []
+        observe = verifying.observe
+
+        class Growing(Daemon):
+            def __call__(self, hashed: SourceHashed) -> bool:
+                os.truncate(f"/proc/self/fd/{weights}", 1 << 24)
+                return super().__call__(hashed)
+
+        def measuring(create: Callable[[], Any]) -> Any:
+            files = (directory / "source").rglob("*.*")
+            copied.append(sum(each.stat().st_size for each in files))
+            return observe(create)
+
+        monkeypatch.setattr(verifying, "observe", measuring)
+        assert self.prepare(source, externals, directory, Growing()).reason == "file_changed"
+        assert copied == [expected]
+
     def test_a_disk_that_is_full(
         self,
         offered: tuple[int, dict[str, int]],

@@ -98,9 +98,10 @@ class ModelFiles:
             files = {os.path.normpath(each.location): each for each in self._externals}
             try:
                 with refusing_full_disks(directory):
-                    _copy(self._descriptor, path)
+                    _copy(self._descriptor, path, self._identity.size_bytes)
                     for location, each in files.items():
-                        _copy(self._offered[each.location], external_path(path, location))
+                        copy = external_path(path, location)
+                        _copy(self._offered[each.location], copy, each.identity.size_bytes)
                 yield path
             finally:
                 shutil.rmtree(copies, ignore_errors=True)
@@ -186,13 +187,15 @@ def _hashed(descriptor: int, location: str, path: str) -> ExternalFile:
     return ExternalFile(location, path, digest, Identity.from_stat(status))
 
 
-def _copy(descriptor: int, path: str) -> None:
+def _copy(descriptor: int, path: str, size_bytes: int) -> None:
+    """There is room for ``size_bytes``; the file may have grown since."""
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     # Not opened once more: who could open it may have had other rights. Nor over another copy:
     # names may differ by their case only, which some directories ignore.
     with open(path, "xb") as target:
-        while data := os.pread(descriptor, _COPY_BYTES, target.tell()):
-            target.write(data)
+        done = 0
+        while data := os.pread(descriptor, min(_COPY_BYTES, size_bytes - done), done):
+            done += target.write(data)
 
 
 def _read(view: memoryview) -> OnnxModel:
