@@ -816,6 +816,16 @@ class TestTrust:
         world.make(model, externals={"w.bin": other}, **asked)
         assert world.preparer.verdicts == [True, kind == "others"]
 
+    def test_external_files_that_were_not_offered(self, world: World, model: Path) -> None:
+        """Found: a file without a ticket was an internal error."""
+        there = world.elsewhere()["session"]
+        there.offers[1] = Offer(messages.FileOffer(1), os.open(model, os.O_RDONLY))
+        there.offers[2] = Offer(messages.FileOffer(2), os.open(world.directory, os.O_RDONLY))
+        nothing = (messages.OfferedExternal("w.bin", 0),)
+        asked = OpenPreparedRequest(1, str(model), "", RECIPE, "", directory=2, externals=nothing)
+        with pytest.raises(AccessDenied):
+            world.prepared.open(Request(there, 7, b"client"), asked)
+
     def test_no_interpreter_of_ours(
         self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -295,11 +295,14 @@ class PreparedModels:
     ) -> messages.OpenPreparedReply | None:
         with contextlib.ExitStack() as held:
             # Taken before any check: offers that are left would add up.
-            tickets = (message.ticket, message.directory, *(e.ticket for e in message.externals))
-            offer, directory, *files = (
+            offer, directory = (
                 held.enter_context(self._front.take_offer(request, ticket) if ticket else Offer())
-                for ticket in tickets
+                for ticket in (message.ticket, message.directory)
             )
+            files = [
+                held.enter_context(self._front.take_offer(request, each.ticket))
+                for each in message.externals
+            ]
             for each in (offer, directory, *files):
                 each.check()
             if self._is_ours(directory.descriptor):
