@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from harness import wait_until
 
+from trims_shim.daemon import clock
 from trims_shim.daemon.prepared import interpreters
 from trims_shim.daemon.prepared.interpreters import cpu_identity, interpreter_of, namespace_problem
 from trims_shim.errors import NotServed
@@ -34,6 +36,18 @@ class TestInterpreter:
     def test_a_process_of_another_pid_namespace(self) -> None:
         """Found: people were told that there is no /proc/0/ns/mnt."""
         assert namespace_problem(0) == "the client is in another PID namespace (a container?)"
+
+    def test_another_process_of_the_same_number(self) -> None:
+        """Found: a client that had ended was taken for whichever process got its number."""
+        connected_ns = clock.now_ns()
+        assert namespace_problem(os.getpid(), connected_ns) == ""
+        time.sleep(0.05)
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        try:
+            assert namespace_problem(child.pid, clock.now_ns()) == ""
+            assert "another process" in namespace_problem(child.pid, connected_ns)
+        finally:
+            child.communicate(b"\n", 20)
 
     def test_another_program(self) -> None:
         child = subprocess.Popen(["sleep", "600"])

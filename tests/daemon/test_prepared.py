@@ -816,6 +816,13 @@ class TestTrust:
         world.make(model, externals={"w.bin": other}, **asked)
         assert world.preparer.verdicts == [True, kind == "others"]
 
+    def test_a_number_that_another_process_has_by_now(self, world: World, model: Path) -> None:
+        """Its interpreter would run what a client in another container names."""
+        session = world.join()
+        session.connected_ns = 1  # before all that runs here
+        assert world.outcome(model, session=session) == "refused other_namespace"
+        assert world.outcome(model) == "preparing"
+
     def test_external_files_that_were_not_offered(self, world: World, model: Path) -> None:
         """Found: a file without a ticket was an internal error."""
         there = world.elsewhere()["session"]

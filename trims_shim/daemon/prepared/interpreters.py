@@ -8,6 +8,7 @@ daemon's own.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import sys
@@ -21,6 +22,9 @@ __all__ = ["Interpreter", "cpu_identity", "interpreter_of", "namespace_problem",
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*[a-z]?(-[a-z]+)?")
 _LIBRARY = f"libpython{sys.version_info.major}.{sys.version_info.minor}{sys.abiflags}.so"
 _DELETED = " (deleted)"
+_START_FIELD = 22 - 3
+"""Of /proc/PID/stat, counted from the one behind the name (proc(5))."""
+_SECOND_NS = 1_000_000_000
 _CPU_FIELDS = frozenset(
     {
         "vendor_id",
@@ -89,8 +93,11 @@ def interpreter_of(pid: int, uid: int) -> str:
     raise NotServed("not_python", f"process {pid} runs {path}, which is no Python")
 
 
-def namespace_problem(pid: int) -> str:
-    """Why paths may mean other files to a process than to us; empty if they do not."""
+def namespace_problem(pid: int, connected_ns: float = math.inf) -> str:
+    """Why paths may mean other files to a process than to us; empty if they do not.
+
+    ``connected_ns`` is when it has connected, by :mod:`trims_shim.daemon.clock`.
+    """
     if pid <= 0:
         return "the client is in another PID namespace (a container?)"
     for place in ("ns/mnt", "root"):
@@ -99,6 +106,9 @@ def namespace_problem(pid: int) -> str:
                 return "the client sees other files than the daemon (a container?)"
         except OSError as error:
             return f"what files the client sees is not known: {error}"
+    # Looked at last: so long it was the same process.
+    if _started_ns(pid) > connected_ns:
+        return "the client has ended, and another process has its number"
     return ""
 
 
@@ -116,6 +126,16 @@ def cpu_identity() -> str:
 def _is_same(path: str, other: str) -> bool:
     ours, theirs = os.stat(path), os.stat(other)
     return (ours.st_dev, ours.st_ino) == (theirs.st_dev, theirs.st_ino)
+
+
+def _started_ns(pid: int) -> float:
+    """When a process began, by the daemon's clock, rounded down; infinite if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            _, _, fields = file.read().rpartition(b")")  # its name may be anything
+    except OSError:
+        return math.inf
+    return int(fields.split()[_START_FIELD]) * (_SECOND_NS // os.sysconf("SC_CLK_TCK"))
 
 
 def _has_library(process: str) -> bool:

@@ -370,7 +370,8 @@ class PreparedModels:
     def _namespace_problem(self, session: Session) -> str:
         problem = self._namespaces.get(session.number)
         if problem is None:
-            problem = self._namespaces[session.number] = namespace_problem(session.peer.pid)
+            problem = namespace_problem(session.peer.pid, session.connected_ns)
+            self._namespaces[session.number] = problem
         return problem
 
     def _directory_of(self, opening: _Opening) -> str:
