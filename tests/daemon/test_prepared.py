@@ -816,6 +816,16 @@ class TestTrust:
         world.make(model, externals={"w.bin": other}, **asked)
         assert world.preparer.verdicts == [True, kind == "others"]
 
+    def test_a_file_of_which_root_reads_more_than_others(self, world: World, model: Path) -> None:
+        """A container's root may have fewer rights than the daemon's."""
+        kernels = Path("/proc/version")
+        asked = world.elsewhere()
+        world.make(model, externals={"w.bin": kernels}, **asked)
+        assert (
+            world.outcome(model, externals={"w.bin": kernels}, **asked) == "refused access_denied"
+        )
+        assert world.preparer.orders == []
+
     def test_a_number_that_another_process_has_by_now(self, world: World, model: Path) -> None:
         """Its interpreter would run what a client in another container names."""
         session = world.join()

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from trims_shim._version import __version__
-from trims_shim.daemon.file_systems import has_change_time, is_settled
+from trims_shim.daemon.file_systems import has_change_time, is_by_reader, is_settled
 from trims_shim.daemon.prepared.directory import space_of
 from trims_shim.daemon.prepared.externals import external_identities, is_private, may_others_write
 from trims_shim.daemon.prepared.files import PreparedFiles, Published
@@ -33,7 +33,7 @@ from trims_shim.daemon.prepared.manifest import FileStamp, Manifest
 from trims_shim.daemon.prepared.preparing import Order
 from trims_shim.daemon.prepared.values import Content, Failure, Known
 from trims_shim.daemon.workers import Workers
-from trims_shim.errors import NotServed, TrimsError
+from trims_shim.errors import AccessDenied, NotServed, TrimsError
 from trims_shim.memory.limits import available_bytes
 from trims_shim.memory.memfd import is_sealed
 from trims_shim.specs import Identity
@@ -242,6 +242,8 @@ class Jobs:
 
     def _try(self, job: Job) -> Published | None:
         job.due_s = time.monotonic() + self._preparer.timeout_s + _GRACE_S
+        if any(map(is_by_reader, job.descriptors)):
+            raise AccessDenied(f"{job.name} is in /proc, where root may read more than others")
         self._wait_until_settled(job)
         # A file that was made for one session is gone by now: no process is started for it, nor
         # for what is known to be in vain.
