@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from prepared_models import RECIPE
 
 from trims_shim import config
-from trims_shim.daemon.prepared.clients import hit_reply, refusal_reply
+from trims_shim.daemon.prepared.clients import flight_of, hit_reply, refusal_reply
 from trims_shim.daemon.prepared.directory import PreparedSettings
 from trims_shim.daemon.prepared.files import Published
 from trims_shim.daemon.prepared.values import Grant
@@ -36,3 +37,21 @@ def test_a_hit_in_the_longest_directory() -> None:
         0,
     )
     assert len(codec.encode(hit_reply(Grant(1 << 62, "a" * 64), published))) <= LIMIT
+
+
+def test_what_is_asked_for_is_kept_as_little() -> None:
+    """Found: refusals of thousands of long requests took hundreds of megabytes of the daemon."""
+    recipe = RECIPE._replace(build="\U0001f600" * 15000 + "\ud800")
+    asked = messages.OpenPreparedRequest(1, "/m.onnx", "", recipe, "/site/onnxruntime")
+    flight = flight_of(asked, LARGEST, "/")
+    assert len(repr(flight)) < 200
+    others = (
+        flight_of(asked, LARGEST, "/other"),
+        flight_of(asked, LARGEST._replace(inode=1), "/"),
+        flight_of(asked._replace(package=""), LARGEST, "/"),
+        flight_of(asked._replace(recipe=RECIPE), LARGEST, "/"),
+        flight_of(asked._replace(path=""), LARGEST, "/"),
+        flight_of(asked._replace(digest="a" * 64), None, "/"),
+    )
+    assert len({flight, *others}) == 7
+    assert flight_of(asked._replace(ticket=2), LARGEST, "/") == flight

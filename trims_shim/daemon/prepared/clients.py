@@ -108,12 +108,12 @@ def flight_of(
 ) -> Flight:
     """What a request asks for, as far as it is known before the model is hashed.
 
-    And by which installation, as what one lacks another may have.
+    And by which installation, as what one lacks another may have. As a digest, because refusals are
+    kept by it, and what a client says of itself may be long.
     """
-    asked = message.recipe, message.package
-    if identity is None or not message.path:
-        return message.digest or identity, *asked
-    return identity, directory, *asked
+    is_in_memory = identity is None or not message.path
+    model = message.digest or identity if is_in_memory else (identity, directory)
+    return hashlib.sha256(repr((model, message.recipe, message.package)).encode()).digest()
 
 
 def _identity(offer: Offer) -> Identity | None:
