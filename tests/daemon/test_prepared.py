@@ -826,6 +826,25 @@ class TestTrust:
         )
         assert world.preparer.orders == []
 
+    @pytest.mark.parametrize("reason", ["", "preparer_died"])
+    def test_who_changes_a_file_spoils_nothing_for_others(
+        self, world: World, model: Path, reason: str
+    ) -> None:
+        """Found: equal files were refused, and for good if the preparer died twice."""
+        theirs = model.with_name("theirs.onnx")
+        asked = world.elsewhere()
+        world.preparer.reply = PrepareReply(reason=reason, is_lasting=False)
+        world.preparer.on_made = lambda _: os.truncate(theirs, 100)
+        for _ in range(2):
+            theirs.write_bytes(model.read_bytes())
+            world.make(theirs, **asked)
+        assert world.counters["prepared_failed"] == 2
+        assert world.prepared.rows() == []
+        world.preparer.reply = PrepareReply(probe="equal")
+        world.preparer.on_made = lambda _: None
+        world.make(model)
+        world.hit(model)
+
     def test_a_number_that_another_process_has_by_now(self, world: World, model: Path) -> None:
         """Its interpreter would run what a client in another container names."""
         session = world.join()
@@ -1096,6 +1115,16 @@ class TestRefusals:
         assert world.files() == []
         world.prepared.close()
         assert make_world().outcome(model) == "preparing"
+
+    def test_what_one_file_is_an_equal_one_need_not_be(self, world: World, model: Path) -> None:
+        equal = model.with_name("equal.onnx")
+        equal.write_bytes(model.read_bytes())
+        world.preparer.reply = PrepareReply(reason="unsettled_file", is_lasting=False)
+        world.make(model)
+        assert world.outcome(model) == "refused unsettled_file"
+        world.preparer.reply = PrepareReply(probe="equal")
+        world.make(equal)
+        world.hit(equal)
 
     @pytest.mark.parametrize("reason", ["not_importable", "other_onnxruntime"])
     @pytest.mark.parametrize("is_elsewhere", [False, True], ids=["here", "elsewhere"])

@@ -258,6 +258,8 @@ class Jobs:
             if reply is None:
                 return None
             if reply.reason:
+                # Of what was hashed? A file that becomes shorter kills who has mapped it.
+                self._check_unchanged(job)
                 job.failure = Failure(reply.reason, reply.message, reply.is_lasting)
                 return None
             if job.content is None:

@@ -5,7 +5,7 @@ A model is refused for good if the reason is lasting, else for a time that grows
 A preparer that dies of one model twice is a lasting reason.
 
 The place of a refusal is the model's key if its content is known, and the reason does not lie with
-the client's installation; else what the client offered.
+the client's installation or file; else what the client offered.
 """
 
 from __future__ import annotations

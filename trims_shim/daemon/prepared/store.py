@@ -52,8 +52,11 @@ __all__ = ["JOBS_LIMIT", "PreparedStore"]
 
 JOBS_LIMIT = 32
 """Each job holds a descriptor, and the last one waits for all the others."""
-_OF_INSTALLATIONS = frozenset({"not_importable", "other_onnxruntime"})
-"""Reasons for which a model is refused to one installation, and not to another with its build."""
+_OF_THE_CLIENT = frozenset({"not_importable", "other_onnxruntime", "unsettled_file"})
+"""Reasons for which a model is refused to one installation, or of one file, and not to another with
+its build, or of its content."""
+_CHANGED = "file_changed"
+"""A reason that says nothing of the content: others have it, and the file has another by now."""
 _KNOWN_LIMIT = 4096
 _NAMES_PER_ENTRY = 16
 _AWAITED_LIMIT = 256
@@ -339,7 +342,9 @@ class PreparedStore:
         return DropEntry(entry.key, entry.size_bytes)
 
     def _refuse(self, job: _Job, failure: Failure, now_ns: int) -> list[Action]:
-        is_of_all = job.key and failure.reason not in _OF_INSTALLATIONS
+        if job.key and failure.reason == _CHANGED:
+            return []
+        is_of_all = job.key and failure.reason not in _OF_THE_CLIENT
         place = job.key if is_of_all else job.flight
         return self._refusals.add(
             place, failure, now_ns, key=job.key, name=job.name, runtime=job.runtime
