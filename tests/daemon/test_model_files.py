@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -223,6 +224,36 @@ class TestOfferedFiles:
         reply = self.prepare(source, externals, directory, Daemon())
         assert (reply.reason, reply.is_lasting) == ("file_changed", False)
         assert os.listdir(directory) == ["model.onnx", "weights.bin"] or not os.listdir(directory)
+
+    @pytest.mark.parametrize("has_externals", [False, True])
+    def test_what_is_written_to_a_mapping(
+        self, has_externals: bool, tmp_path: Path, directory: Path, no_leak: None
+    ) -> None:
+        """Found: it does not show in an identity, and got the key of what it was before."""
+        path = changed = tmp_path / "model.onnx"
+        if has_externals:
+            changed = tmp_path / "weights.bin"
+            save_external(perceptron(2))(path)
+            after = changed.read_bytes()
+            save_external(perceptron(1))(path)
+        else:
+            path.write_bytes(perceptron(1).content)
+            after = perceptron(2).content
+        with open(changed, "r+b") as file, mmap.mmap(file.fileno(), len(after)) as mapping:
+            mapping[:] = changed.read_bytes()  # From now on no time shows it.
+
+            class Writing(Daemon):
+                def __call__(self, hashed: SourceHashed) -> bool:
+                    before = os.stat(changed)
+                    mapping[:] = after
+                    assert os.stat(changed) == before
+                    return super().__call__(hashed)
+
+            with opened(path) as source, opened(changed) as external:
+                offered = {"weights.bin": external} if has_externals else {}
+                reply = self.prepare(source, offered, directory, Writing())
+        assert reply.reason == "file_changed"
+        assert os.listdir(directory) == []
 
     def test_one_that_grows_before_it_is_copied(
         self,

@@ -295,8 +295,8 @@ class Jobs:
             return False
         needed_bytes = _GROWTH * job.source_bytes
         short_bytes = _SCRATCH * needed_bytes - space_of(self._files.directory).spare_bytes
-        if job.is_elsewhere and job.content is not None and job.content.externals:
-            short_bytes += job.source_bytes  # they are copied, to have names
+        if job.is_elsewhere:
+            short_bytes += job.source_bytes  # for copies
         found = self._files.load(job.key)
         event = Hashed(job, needed_bytes, short_bytes, found)
         self._deliver(event)

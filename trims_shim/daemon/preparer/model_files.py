@@ -3,7 +3,8 @@
 Owns the digests and identities of the model and its external files. Judges by the file's structure
 (:mod:`trims_shim.formats.onnx`) whether the model can be prepared at all. onnxruntime opens the
 files again, by path if there are external ones (it resolves their locations by the model's
-directory), so identities are compared before and after.
+directory), so identities are compared before and after. Of a client in another container, it gets
+copies, as nobody there need be trusted with what others are served.
 """
 
 from __future__ import annotations
@@ -75,36 +76,34 @@ class ModelFiles:
     @property
     def copied_bytes(self) -> int:
         """The size of what :meth:`loadable` has to copy."""
-        has_copies = self._externals and self._offered is not None
-        return self.size_bytes if has_copies else 0
+        return 0 if self._offered is None else self.size_bytes
 
     @contextlib.contextmanager
     def loadable(self, directory: str) -> Iterator[str]:
         """What onnxruntime opens: the very descriptor, unless it has to find files beside it.
 
-        If they have no names here, copies get some in ``directory``, as onnxruntime opens external
-        files by name only, and follows no link out of the model's directory. They are gone after
-        the block. Raises OSError.
+        Of another container, it opens copies in ``directory``, which are gone after the block. So
+        they have names, as external files are opened by name only, and no link out of the model's
+        directory is followed. And they are what was hashed, whoever writes to the files meanwhile:
+        by a mapping, that does not show in their identities. Raises OSError, FileChanged.
         """
-        if not self._externals:
-            yield f"/proc/self/fd/{self._descriptor}"
-        elif self._offered is None:
-            yield self._path
-        else:
-            copies = os.path.join(directory, _COPIES)
-            # By its digest: no location is another name of it.
-            path = os.path.join(copies, f"{self.digest}.onnx")
-            # "w.bin" and "./w.bin" are one file.
-            files = {os.path.normpath(each.location): each for each in self._externals}
-            try:
-                with refusing_full_disks(directory):
-                    _copy(self._descriptor, path, self._identity.size_bytes)
-                    for location, each in files.items():
-                        copy = external_path(path, location)
-                        _copy(self._offered[each.location], copy, each.identity.size_bytes)
-                yield path
-            finally:
-                shutil.rmtree(copies, ignore_errors=True)
+        if self._offered is None:
+            yield self._path if self._externals else f"/proc/self/fd/{self._descriptor}"
+            return
+        copies = os.path.join(directory, _COPIES)
+        # By its digest: no location is another name of it.
+        path = os.path.join(copies, f"{self.digest}.onnx")
+        # "w.bin" and "./w.bin" are one file.
+        files = {os.path.normpath(each.location): each for each in self._externals}
+        try:
+            with refusing_full_disks(directory):
+                _copy(self._descriptor, path, self._identity.size_bytes, self.digest)
+                for location, each in files.items():
+                    source, copy = self._offered[each.location], external_path(path, location)
+                    _copy(source, copy, each.identity.size_bytes, each.digest)
+            yield path
+        finally:
+            shutil.rmtree(copies, ignore_errors=True)
 
     def hash(self) -> None:
         """Compute the model's digest. Raises FileChanged, ReadFailed."""
@@ -187,15 +186,20 @@ def _hashed(descriptor: int, location: str, path: str) -> ExternalFile:
     return ExternalFile(location, path, digest, Identity.from_stat(status))
 
 
-def _copy(descriptor: int, path: str, size_bytes: int) -> None:
-    """There is room for ``size_bytes``; the file may have grown since."""
+def _copy(descriptor: int, path: str, size_bytes: int, digest: str) -> None:
+    """Copy what was hashed. There is room for ``size_bytes``; the file may have grown since.
+
+    Raises FileChanged, OSError.
+    """
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     # Not opened once more: who could open it may have had other rights. Nor over another copy:
     # names may differ by their case only, which some directories ignore.
-    with open(path, "xb") as target:
+    with open(path, "x+b", buffering=0) as target:
         done = 0
         while data := os.pread(descriptor, min(_COPY_BYTES, size_bytes - done), done):
             done += target.write(data)
+        if ingest.hash_file(target.fileno(), size_bytes, meter=Meter(), name=path) != digest:
+            raise FileChanged("the model's files changed while they were copied")
 
 
 def _read(view: memoryview) -> OnnxModel:
