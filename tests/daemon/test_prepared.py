@@ -50,6 +50,7 @@ from trims_shim.errors import (
     TooManyRequests,
     UnknownImage,
 )
+from trims_shim.memory.memfd import seal_memfd
 from trims_shim.specs import Identity
 from trims_shim.wire import admin, messages
 from trims_shim.wire.duties import PrepareReply
@@ -223,6 +224,7 @@ class World(Front):
 def _memory(data: bytes) -> int:
     descriptor = os.memfd_create("model", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.write(descriptor, data)
+    seal_memfd(descriptor)
     return descriptor
 
 
@@ -1007,21 +1009,28 @@ class TestTrust:
     def test_sealed_memory_cannot_change(
         self, make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        import fcntl
-
         monkeypatch.setattr(prepared_jobs, "_SETTLE_PATIENCE_S", 0.0)
         monkeypatch.setattr(prepared_jobs, "is_settled", lambda identity, at_ns: False)
         world = make_world(trusts_young_files=False)
-        digest = digest_of(b"open to all")
-        world.make(data=b"open to all", digest=digest)
-        assert world.outcome(digest=digest) == "refused unsettled_file"
-        descriptor = _memory(b"sealed")
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK)
-        world.session.offers[99] = Offer(messages.FileOffer(99), descriptor)
-        message = OpenPreparedRequest(99, "", digest_of(b"sealed"), RECIPE, "")
-        assert world.prepared.open(Request(world.session, 1, b"client"), message)
-        world.settle()
+        world.make(data=b"sealed", digest=digest_of(b"sealed"))
         world.hit(digest=digest_of(b"sealed"))
+
+    @pytest.mark.parametrize("kind", ["memory", "file"])
+    def test_what_is_not_sealed_is_no_model_in_memory(
+        self, world: World, model: Path, kind: str
+    ) -> None:
+        """Found: what was written to a mapping of it was served to all who have equal bytes."""
+        descriptor = os.memfd_create("model") if kind == "memory" else os.open(model, os.O_RDWR)
+        os.write(descriptor, b"open to all")
+        offer = world.session.offers[99] = Offer(messages.FileOffer(99), descriptor)
+        message = OpenPreparedRequest(99, "", digest_of(b"open to all"), RECIPE, "")
+        reply = world.prepared.open(Request(world.session, 1, b"client"), message)
+        assert reply is not None
+        assert reply.reason == "unsettled_file"
+        assert offer.descriptor < 0
+        # Nobody else is refused because of it.
+        world.make(data=b"open to all", digest=digest_of(b"open to all"))
+        world.hit(digest=digest_of(b"open to all"))
 
     def test_what_others_may_write_stands_for_no_equal_file(
         self, world: World, model: Path, tmp_path: Path

@@ -19,6 +19,7 @@ from trims_shim.daemon import requests
 from trims_shim.daemon.front import Request
 from trims_shim.daemon.prepared.values import Entry
 from trims_shim.errors import DaemonUnavailable, NotServed, UnknownImage
+from trims_shim.memory.memfd import seal_memfd
 from trims_shim.wire import admin, codec, messages
 from trims_shim.wire.duties import PrepareReply
 from trims_shim.wire.handover import Peer
@@ -143,8 +144,9 @@ def test_bytes(setting: Setting) -> None:
 
     with pytest.raises(NotServed, match="not prepared"):
         look()
-    descriptor = os.memfd_create("model", os.MFD_CLOEXEC)
+    descriptor = os.memfd_create("model", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.write(descriptor, DATA)
+    seal_memfd(descriptor)
     with pytest.raises(NotServed) as caught:
         setting.cache.open_prepared(
             RECIPE, package="/site", search_path=(), descriptor=descriptor, digest=digest_of(DATA)

@@ -241,7 +241,7 @@ class OfferedExternal(NamedTuple):
 class OpenPreparedRequest(NamedTuple):
     """Lease the prepared form of an ONNX model; orders it where there is none.
 
-    ``ticket`` is of the model's open file, or of a memfd with its bytes (then ``path`` is empty).
+    ``ticket`` is of the model's open file, or of a sealed memfd of bytes (then ``path`` is empty).
     0: only look up the content of ``digest``. ``path`` is absolute, as the client found the file.
     ``package`` is the directory of the client's onnxruntime and ``search_path`` its ``sys.path``,
     from which the preparing process imports it.

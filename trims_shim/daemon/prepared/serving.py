@@ -83,6 +83,7 @@ from trims_shim.errors import (
     TooManyRequests,
 )
 from trims_shim.memory.limits import available_bytes
+from trims_shim.memory.memfd import is_sealed
 from trims_shim.printable import printable
 from trims_shim.specs import Identity
 from trims_shim.wire import admin, messages
@@ -478,6 +479,9 @@ class PreparedModels:
             self._check_descriptors(opening)
             interpreter = self._interpreter_for(opening)
             if not opening.message.path:
+                if not is_sealed(opening.offer.descriptor):
+                    # It stands for all equal bytes, and a mapping of it may change them unseen.
+                    raise NotServed("unsettled_file", "the memory with the model is not sealed")
                 self._check_memory(identity.size_bytes)
         except NotServed:
             self._store.unwanted(job)
