@@ -5,6 +5,7 @@ Each case runs in a process of its own: the heap of the test process has a past.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -48,7 +49,8 @@ resident = lambda: int(os.pread(statm, 100, 0).split()[1]) * {page}
 {body}
 """
 
-pytestmark = pytest.mark.skipif(heap.free_bytes() is None, reason="not glibc 2.33 or later")
+HAS_MALLINFO2 = hasattr(ctypes.CDLL(None), "mallinfo2")
+pytestmark = pytest.mark.skipif(not HAS_MALLINFO2, reason="not glibc 2.33 or later")
 
 
 def run(body: str) -> None:
@@ -75,8 +77,11 @@ assert resident() <= held - {PIECES * PIECE_BYTES // 2}, (held, resident())
 """)
 
 
-def test_block_that_frees_little_does_nothing() -> None:
-    run("""
+@pytest.mark.parametrize("pieces_before", [0, 100])
+def test_block_that_frees_little_does_nothing(pieces_before: int) -> None:
+    """However much was free before: the program may be about to need that again."""
+    run(f"""
+fill({pieces_before})
 with heap.given_back():
     fill(10)
 assert trimmed == []
@@ -136,12 +141,13 @@ class Libc:
 heap._libc = Libc()
 with heap.given_back(room_bytes=200 << 20):
     held = resident()
-    found = libc.malloc(150 << 20)
+    found = libc.malloc(200 << 20)
     (start, end, advice), = advised
-    assert start - {os.sysconf("SC_PAGE_SIZE")} < found and found + (150 << 20) <= end
+    assert start - {os.sysconf("SC_PAGE_SIZE")} < found and found + (200 << 20) <= end
+    assert end - start < (200 << 20) + heap._PIECE_BYTES, "no other memory"
     assert advice == 14
     assert resident() < held + (8 << 20), "room is not memory"
-    ctypes.memset(found, 1, 150 << 20)
+    ctypes.memset(found, 1, 200 << 20)
     assert len(taken) == 1, "what keeps the room in the heap"
     libc.free(found)
 assert taken == []
@@ -209,14 +215,16 @@ with heap.given_back(room_bytes=200 << 20):  # `Libc` has no malloc
     pass
 """)
 
-    def test_addresses_that_are_short(self) -> None:
-        run("""
+    @pytest.mark.parametrize("spare_bytes", [80 << 20, 40 << 20, 20 << 20])
+    def test_addresses_that_are_short(self, spare_bytes: int) -> None:
+        """For more than one piece, for one, and for none."""
+        run(f"""
 import resource
 heap._libc = libc
 heap.are_addresses_limited = lambda: False
 status = open("/proc/self/status").read()
 held = int(status.partition("VmData:")[2].split()[0]) << 10  # free-threaded Python reserves much
-resource.setrlimit(resource.RLIMIT_DATA, (held + (80 << 20), held + (80 << 20)))
+resource.setrlimit(resource.RLIMIT_DATA, (held + {spare_bytes}, held + {spare_bytes}))
 for size in (64 << 20, 1 << 40):
     with heap.given_back(room_bytes=size):
         found = libc.malloc(4 << 20)
@@ -227,11 +235,18 @@ for size in (64 << 20, 1 << 40):
     def test_memory_that_is_mapped_anyway(self) -> None:
         """A program may fix the size from which allocations are mappings."""
         run("""
-heap._libc = libc
+advised = []
+class Libc:
+    def __getattr__(self, name):
+        return getattr(libc, name)
+    def madvise(self, *_):
+        advised.append(_)
+heap._libc = Libc()
 libc.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
 with heap.given_back(room_bytes=200 << 20):
     found = libc.malloc(150 << 20)
     ctypes.memset(found, 1, 150 << 20)
     libc.free(found)
 assert resident() < 100 << 20
+assert advised == [], "what lies between the pieces is not ours"
 """)
