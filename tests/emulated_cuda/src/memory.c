@@ -177,7 +177,8 @@ EXPORT CUresult cuMemExportToShareableHandle(void *shareable, CUmemGenericAlloca
     struct allocation *allocation = find(handle);
     if (allocation == NULL)
         return unlock(CUDA_ERROR_INVALID_VALUE);
-    int descriptor = fcntl(allocation->descriptor, F_DUPFD_CLOEXEC, 0);
+    /* Not close-on-exec: nothing is documented, so callers must not rely on it. */
+    int descriptor = fcntl(allocation->descriptor, F_DUPFD, 0);
     if (descriptor < 0)
         return unlock(CUDA_ERROR_OPERATING_SYSTEM);
     *(int *)shareable = descriptor;
