@@ -427,13 +427,11 @@ class _Process:
 
 
 _process = _Process(is_forked=False)
-_forgotten: list[_Process] = []
 
 
 def _after_fork_in_child() -> None:
-    """Only forget; the old object is kept so that its destructors do not run in the child."""
+    """Only forget. Nothing of the old object has a destructor, which would run in the child."""
     global _process
-    _forgotten.append(_process)
     _process = _Process(is_forked=_process.is_forked or _process.is_used)
 
 
