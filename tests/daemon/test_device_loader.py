@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import pytest
@@ -604,6 +605,19 @@ class TestPeers:
         assert len(tries) == 2
         assert peers.rank(harness.machine.ids[1]) == 0
         harness.loader.discard(finished.ingest)
+
+    @two
+    def test_a_source_whose_load_never_began_is_given_up(self, harness: Harness) -> None:
+        source, gate = self.source(harness), threading.Event()
+        descriptor = os.open(harness.path, os.O_RDONLY)
+        opening = Opening(1, 1, 0, Identity.from_stat(os.fstat(descriptor)), "/model")
+        with ThreadPoolExecutor(1) as pool:
+            harness.loader._pool = pool
+            pool.submit(gate.wait, PATIENCE_S)
+            harness.loader.start(StartIngest(1, opening, False), descriptor, source=source)
+            harness.loader.close()
+            gate.set()
+        assert harness.image_bytes() == 0
 
     @two
     def test_idle_uploaders_end(self, harness: Harness) -> None:

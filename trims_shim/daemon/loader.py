@@ -260,6 +260,10 @@ class Loads(abc.ABC, Generic[_Segment]):
         while healthy := self._healthy():
             wait(healthy, timeout=_POLL_S)
         self.take_finished()
+        for load in self._loads.values():
+            if load.future is not None and load.future.cancelled():
+                self._abandon(load)
+        self._loads.clear()
         for segment in [*self._segments.values(), *self._pending.values()]:
             self._give_up(segment)
         self._segments.clear()
@@ -273,6 +277,10 @@ class Loads(abc.ABC, Generic[_Segment]):
 
     def _give_up(self, segment: _Segment) -> None:
         segment.close()
+
+    def _abandon(self, load: Load) -> None:
+        """Close what was given to a load that never began."""
+        os.close(load.descriptor)
 
     def _begin(self, load: Load) -> None:
         self._loads[load.action.ingest] = load

@@ -200,9 +200,6 @@ class DeviceLoader(Loads[DeviceSegment]):
         super().close()
         for uploader in self._uploaders():
             uploader.close()
-        for load in self._loads.values():  # They never began.
-            if isinstance(load, _DeviceLoad) and (source := load.take_source()):
-                source.segment.close()
 
     def start(
         self,
@@ -216,6 +213,13 @@ class DeviceLoader(Loads[DeviceSegment]):
         load = _DeviceLoad(action, descriptor, digest, Meter())
         load.source, load.leaver = source, self._account.last_leaver()
         self._begin(load)
+
+    def _abandon(self, load: Load) -> None:
+        super()._abandon(load)
+        assert isinstance(load, _DeviceLoad)
+        source = load.take_source()
+        if source is not None:
+            source.segment.close()
 
     # --- worker threads ---------------------------------------------------------------------------
 
