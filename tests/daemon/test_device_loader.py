@@ -161,9 +161,13 @@ def test_discard(harness: Harness) -> None:
     assert harness.loader.allocated_bytes() == harness.image_bytes() == 0
 
 
-def test_a_known_digest_is_not_worked_out_again(harness: Harness) -> None:
+@pytest.mark.parametrize("is_likely_known", [False, True])
+def test_a_known_digest_is_not_worked_out_again(harness: Harness, is_likely_known: bool) -> None:
     """The descriptor is then of an image, whose identity nobody asks for."""
-    finished = harness.load(digest="d" * 64)
+    number = harness.start(digest="d" * 64, is_likely_known=is_likely_known)
+    meter = harness.loader.meters()[number]
+    finished = harness.finish()
+    assert meter.done_bytes == len(CONTENT)
     assert finished.result is not None
     assert finished.result.digest == "d" * 64
     assert finished.result.is_settled
@@ -211,6 +215,31 @@ def test_no_thread_is_woken_where_no_uploader_is_idle(harness: Harness) -> None:
     harness.loader.discard(harness.load().ingest)
     harness.loader.tend()
     assert harness.loader._retiring is None
+
+
+def test_an_uploader_is_replaced_whenever_it_is_idle(harness: Harness) -> None:
+    harness.loader.uploader._idle_s = 0.0
+    for _ in range(2):
+        harness.loader.discard(harness.load().ingest)
+        before = harness.loader.uploader.pid
+        harness.loader.tend()
+        assert harness.loader._retiring is not None
+        harness.loader._retiring.result(PATIENCE_S)
+        assert harness.loader.uploader.pid not in (None, before)
+
+
+@pytest.mark.parametrize(
+    ("harness", "lost"), [("vmm", []), ("ipc", [DIGEST])], indirect=["harness"]
+)
+def test_what_goes_with_the_uploader(harness: Harness, lost: list[str]) -> None:
+    harness.adopted()
+    assert harness.loader.lost() == []
+    uploader = harness.loader.uploader
+    assert uploader.pid is not None
+    os.kill(uploader.pid, signal.SIGKILL)
+    wait_until(lambda: uploader.pid is None, "it is gone")
+    assert harness.loader.lost() == lost
+    harness.loader.drop(DIGEST)
 
 
 def test_nobody_waits_for_the_start_of_the_next_uploader(
@@ -317,6 +346,22 @@ class TestErrors:
         assert isinstance(error, UnknownDevice)
         assert "/model cannot be put on GPU-" in str(error)
         assert harness.loader.allocated_bytes() == harness.image_bytes() == 0
+
+    @pytest.mark.parametrize(
+        "emulated_environment", [{"fail": "cuMemMap"}], indirect=True, ids=["driver"]
+    )
+    def test_a_failure_of_its_own_is_not_tried_again(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plan, planned = Job.plan, list[str]()
+
+        def watched(job: Job, source: int, **settings: Any) -> duties.PlanUploadReply:
+            planned.append(settings["name"])
+            return plan(job, source, **settings)
+
+        monkeypatch.setattr(Job, "plan", watched)
+        assert isinstance(harness.load().error, UnknownDevice)
+        assert planned == ["/model"]
 
     @pytest.mark.parametrize(
         "emulated_environment", [{"fail": "cuMemMap"}], indirect=True, ids=["driver"]
@@ -470,6 +515,30 @@ class TestShortage:
         closing.join(PATIENCE_S)
         assert not closing.is_alive()
 
+    def test_one_that_comes_after_the_end_is_answered(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Else the end would wait for its thread, as long as it waits for anything."""
+        take, gate = harness.loader.take_shortages, threading.Event()
+
+        def take_before_it_comes() -> list[Shortage]:
+            found = take()
+            gate.set()
+            return found
+
+        def full(device_bytes: int) -> NoReturn:
+            gate.wait(PATIENCE_S)
+            raise NoSpace("full")
+
+        monkeypatch.setattr(harness.loader, "take_shortages", take_before_it_comes)
+        monkeypatch.setattr(harness.loader.memory, "create", full)
+        harness.start()
+        wait_until(harness.loader.allocated_bytes, "it is about to allocate")
+        closing = threading.Thread(target=harness.loader.close)
+        closing.start()
+        closing.join(PATIENCE_S)
+        assert caplog.messages == [f"/model cannot be put on {harness.loader.memory.device}: full"]
+
 
 two = pytest.mark.parametrize("emulated_environment", [{"devices": 2}], indirect=True, ids=["two"])
 
@@ -604,6 +673,23 @@ class TestPeers:
         assert not harness.loader.was_copied(finished.ingest)
         assert len(tries) == 2
         assert peers.rank(harness.machine.ids[1]) == 0
+        harness.loader.discard(finished.ingest)
+
+    @two
+    def test_a_copy_waits_for_what_leaves(self, harness: Harness) -> None:
+        self.connect(harness)
+        source = self.source(harness)
+        harness.loader._account.begin_leaving(MIB)
+        found: list[int] = []
+
+        def leave() -> None:
+            found.append(harness.image_bytes())
+            harness.loader._account.end_leaving(MIB)
+
+        threading.Timer(0.3, leave).start()
+        finished = self.load(harness, source)
+        assert found == [RESIDENT], "the source only"
+        assert harness.loader.was_copied(finished.ingest)
         harness.loader.discard(finished.ingest)
 
     @two
