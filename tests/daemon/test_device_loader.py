@@ -156,9 +156,11 @@ def test_nothing_is_left_of_what_was_in_the_memory_before(
     assert not any(found)
 
 
+@pytest.mark.parametrize("harness", ["vmm", "ipc"], indirect=True)
 def test_discard(harness: Harness) -> None:
     harness.loader.discard(harness.load().ingest)
-    assert harness.loader.allocated_bytes() == harness.image_bytes() == 0
+    assert harness.loader.allocated_bytes() == 0
+    wait_until(lambda: harness.image_bytes() == 0, "the uploader has freed what it made")
 
 
 @pytest.mark.parametrize("is_likely_known", [False, True])
@@ -329,6 +331,21 @@ class TestErrors:
 
         monkeypatch.setattr("trims_shim.daemon.device.loader.seal_outline", fail)
         assert isinstance(harness.load().error, NoSpace)
+        assert harness.loader.allocated_bytes() == 0
+        wait_until(lambda: harness.image_bytes() == 0, "the uploader has freed what it made")
+
+    @pytest.mark.parametrize("harness", ["ipc"], indirect=True)
+    def test_an_uploader_that_made_other_memory(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The account would be wrong from then on."""
+        upload = Job.upload
+
+        def upload_more(job: Job, *arguments: Any) -> duties.UploadReply:
+            return upload(job, *arguments)._replace(allocations=(RESIDENT, RESIDENT))
+
+        monkeypatch.setattr(Job, "upload", upload_more)
+        assert isinstance(harness.load().error, ReadFailed)
         assert harness.loader.allocated_bytes() == 0
         wait_until(lambda: harness.image_bytes() == 0, "the uploader has freed what it made")
 
