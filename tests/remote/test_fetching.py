@@ -203,6 +203,22 @@ def test_processes_that_ask_at_once_wait_for_one(
     assert web.asked["body"] == 1
 
 
+def test_it_is_said_once_that_another_download_is_waited_for(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(fetching, "_POLL_S", 0.01)
+    gate = threading.Event()
+    url = web.put("vit.pt", CONTENT, gate=gate)
+    first = threading.Thread(target=trims_shim.fetch, args=(url,))
+    first.start()
+    wait_until(lambda: web.asked["body"] == 1)
+    waits = itertools.count(1)
+    fetching.fetch(url, waiting=lambda: gate.set() if next(waits) == 3 else None)
+    first.join(LIMIT_S)
+    assert caplog.text.count("is being downloaded by another process") == 1
+
+
 def test_a_waiting_process_takes_over_from_a_killed_one(
     web: WebServer, start: Callable[..., subprocess.Popen[str]], home: Path
 ) -> None:
