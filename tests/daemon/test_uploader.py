@@ -7,6 +7,7 @@ import contextlib
 import functools
 import itertools
 import os
+import queue
 import signal
 import socket
 import sys
@@ -29,6 +30,7 @@ from trims_shim.errors import (
     DriverFailure,
     FileChanged,
     FormatError,
+    NoSpace,
     ReadFailed,
     TruncatedFile,
     UnsupportedFormat,
@@ -209,6 +211,33 @@ def test_a_failed_job_leaves_the_process_and_nothing_else(
     assert harness.pid == pid
     os.close(outline)
     memory.close()
+
+
+@pytest.mark.parametrize(
+    "emulated_environment", [{"fail": "cuDevicePrimaryCtxRetain=2"}], indirect=True, ids=["full"]
+)
+def test_a_device_without_room_for_a_context_is_full(
+    make: Callable[..., Harness], source: int
+) -> None:
+    """So that images are given up for it."""
+    with pytest.raises(NoSpace, match="no room for a context"):
+        make().upload(source)
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        None,
+        handover.Packet(duties.UploadPart(1, 0), None),
+        handover.Packet(duties.UploadPart(1, 1), 9),
+    ],
+    ids=["given up", "no descriptor", "another part"],
+)
+def test_only_the_parts_of_a_job_in_their_order_are_taken(packet: handover.Packet | None) -> None:
+    inbox: queue.SimpleQueue[handover.Packet | None] = queue.SimpleQueue()
+    inbox.put(packet)
+    with pytest.raises(WireError, match="part 0 of 1 did not come"):
+        process_module._collect(1, [], inbox)
 
 
 def test_parts_that_reach_a_job_as_it_ends_are_closed(
@@ -756,6 +785,19 @@ class TestLegacy:
             with pytest.raises(DriverFailure, match="no memory"), jobs._readable(request, ()):
                 pass
         assert freed == ["once"]
+
+    def test_memory_is_cleared_before_it_is_filled(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Between its records an image would show what was there before."""
+        memory = SimpleNamespace(address=4096, allocations=(10, 20))
+        of_device = SimpleNamespace(create=lambda size_bytes: memory)
+        monkeypatch.setattr(process_module, "DeviceMemory", lambda *_: of_device)
+        cleared: list[tuple[int, int]] = []
+        monkeypatch.setattr(process_module._Jobs, "_clear", lambda _, *what: cleared.append(what))
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            jobs = process_module._Jobs(theirs, "GPU-1", "ipc")
+            with jobs._placed(7, layout_of(CONTENT), (), ()) as address:
+                assert (address, cleared) == (4096, [(4096, 30)])
 
     def test_its_death_is_told(self, make: Callable[..., Harness], source: int) -> None:
         harness = make(backend="ipc")
