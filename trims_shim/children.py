@@ -8,10 +8,13 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from trims_shim.config import PACKAGE_DIRECTORY, is_setting
+
+if TYPE_CHECKING:
+    import subprocess
 
 __all__ = [
     "NoAnswer",
@@ -20,6 +23,7 @@ __all__ = [
     "be_called",
     "installed_constant",
     "interpreter",
+    "launch",
     "library_first",
     "search_path",
 ]
@@ -100,6 +104,29 @@ def ask_child(code: str) -> Any:
     # For example, no process can start.
     except (NoInterpreter, OSError, subprocess.SubprocessError, ValueError) as error:
         raise NoAnswer(str(error)) from error
+
+
+def launch(
+    arguments: Sequence[str], *, environment: Mapping[str, str], descriptors: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    """Start a process of its own session beside the daemon, with these descriptors and stderr only.
+
+    Never by vfork, after which no thread of ours runs before the child runs its program. It first
+    closes what it has inherited, and so waits for the server of a file that somebody has handed
+    over. Raises OSError.
+    """
+    import subprocess
+
+    subprocess._USE_VFORK = False  # type: ignore[attr-defined]  # documented; from Python 3.11 on
+    return subprocess.Popen(
+        arguments,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        cwd="/",
+        env=environment,
+        pass_fds=descriptors,
+        start_new_session=True,
+    )
 
 
 def search_path() -> list[str]:

@@ -112,3 +112,33 @@ def test_closing_that_is_not_answered(running: World, serve: Callable[..., DeadS
     assert running.pid() != pid
     server.close()
     wait_until(lambda: process_state(pid) in ("", "Z"), "the daemon ends")
+
+
+def test_a_process_that_is_started_beside_a_dead_file(
+    running: World, serve: Callable[..., DeadServer]
+) -> None:
+    """It waits for that server, as it closes what it inherits: its starter, but no other thread."""
+    server = serve()
+    server.is_alive = True
+    child = running.spawn(
+        "import threading, time\n"
+        "from trims_shim.children import launch\n"
+        f"descriptor = os.open({os.path.join(server.path, 'a')!r}, os.O_RDONLY)\n"
+        "say(); hear()\n"
+        "is_started = threading.Event()\n"
+        "def start():\n"
+        "    process = launch([sys.executable, '-c', ''], environment={}, descriptors=())\n"
+        "    is_started.set()\n"
+        "    process.wait()\n"
+        "threading.Thread(target=start).start()\n"
+        "time.sleep(0.5)\n"
+        "say(is_started.is_set()); hear()\n"
+        "say(is_started.wait(30))\n"
+    )
+    child.hear()
+    server.die()
+    child.say()
+    assert not child.hear(10)
+    server.close()
+    child.say()
+    assert child.hear()

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from trims_shim._version import __version__
-from trims_shim.children import installed_constant, search_path
+from trims_shim.children import installed_constant, launch, search_path
 from trims_shim.client.session import error_from
 from trims_shim.errors import DriverFailure, TrimsError, WireError
 from trims_shim.memory.device import DeviceAllocation
@@ -464,7 +464,7 @@ def _launch(
     environment = dict(os.environ)
     # Ids are valid whatever devices the daemon itself sees; an instance of MIG is visible alone.
     environment.update(TRIMS_ENABLED="0", CUDA_VISIBLE_DEVICES=",".join(visible))
-    return subprocess.Popen(
+    return launch(
         [
             sys.executable,
             "-I",
@@ -476,10 +476,6 @@ def _launch(
             device,
             backend,
         ],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        cwd="/",
-        env=environment,
-        pass_fds=(descriptor,),
-        start_new_session=True,
+        environment=environment,
+        descriptors=(descriptor,),
     )

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from trims_shim.children import installed_constant
+from trims_shim.children import installed_constant, launch
 from trims_shim.config import PACKAGE_DIRECTORY
 from trims_shim.daemon.prepared.key import LAYOUT_VERSION
 from trims_shim.errors import WireError
@@ -260,7 +260,7 @@ def _launch(order: Order, descriptor: int, arguments: list[str]) -> subprocess.P
     environment = {name: text for name, text in os.environ.items() if not name.startswith("ORT_")}
     # From 1.31 on onnxruntime reports its use; nobody uses it here.
     environment.update(TRIMS_ENABLED="0", ORT_DISABLE_TELEMETRY="1")
-    return subprocess.Popen(
+    return launch(
         [
             order.interpreter,
             "-I",
@@ -272,12 +272,8 @@ def _launch(order: Order, descriptor: int, arguments: list[str]) -> subprocess.P
             str(descriptor),
             *arguments,
         ],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        cwd="/",
-        env=environment,
-        pass_fds=(descriptor, order.request.source, *(each.source for each in files)),
-        start_new_session=True,
+        environment=environment,
+        descriptors=(descriptor, order.request.source, *(each.source for each in files)),
     )
 
 
