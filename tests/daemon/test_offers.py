@@ -57,7 +57,7 @@ class TestStatus:
                 expected = os.fstat(descriptor)
                 status = status_of(descriptor)
                 assert status.identity == Identity.from_stat(expected)
-                assert status.mode == expected.st_mode
+                assert (status.mode, status.links) == (expected.st_mode, expected.st_nlink)
                 assert status.is_local
         finally:
             os.close(memory)
@@ -107,8 +107,9 @@ class TestOffer:
     def test_is_looked_at_once(self, opened: int, monkeypatch: pytest.MonkeyPatch) -> None:
         with Offer(FileOffer(1), opened, Closer()) as offer:
             identity = offer.identity()
-            monkeypatch.setattr(offers, "status_of", None)
-            assert offer.identity() == identity
+            with monkeypatch.context() as unseen:
+                unseen.setattr(offers, "status_of", None)
+                assert offer.identity() == identity
         assert not is_open(opened)
         offer.close()
 
@@ -190,6 +191,30 @@ class TestCloser:
         wait_until(lambda: not is_open(opened))
         closer.shutdown()
         wait_until(lambda: set(threading.enumerate()) <= before)
+
+    @pytest.mark.parametrize("kind", ["memory", "deleted", "device"])
+    def test_what_may_take_long_by_a_thread(
+        self, kind: str, opened: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: nobody was answered while gigabytes were freed, or a device was let go."""
+        closing: list[int] = []
+        monkeypatch.setattr(
+            Workers, "submit", lambda _, close, descriptor: closing.append(descriptor)
+        )
+        closer = Closer()
+        if kind == "deleted":
+            offer = Offer(FileOffer(1), opened, closer)
+            offer.identity()
+            (tmp_path / "file").unlink()
+        else:
+            taken = new_memfd("test") if kind == "memory" else os.open(os.devnull, os.O_RDONLY)
+            offer = Offer(FileOffer(1), taken, closer)
+        descriptor = offer.descriptor
+        offer.close()
+        closer.shutdown()
+        assert closing == [descriptor]
+        if descriptor != opened:
+            os.close(descriptor)
 
     def test_a_file_whose_server_is_gone_by_a_thread(
         self, opened: int, monkeypatch: pytest.MonkeyPatch

@@ -4,7 +4,8 @@ A file may be served by a process that answers nothing (FUSE) or by a machine th
 Asking for its attributes or closing a descriptor may then block for ever, which the server's thread
 must not. So it takes the attributes that the kernel has. They are up to date, because a client has
 just asked for them, and what is kept of a file was checked with the file system itself after the
-file was read. Descriptors of files that are not known to be local are closed by threads.
+file was read. Threads close all descriptors but those of files that are known to be local and have
+a name: the last close of a file without one frees all of it, and that of a device may wait for it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _STATX_BASIC_STATS = 0x7FF
 _STATX_ATTR_NODUMP = 0x40
 """File systems with flags for chattr(1), on disks and in memory, report it; network file systems
 have none. Overlays report what the layer below says."""
-_STATX = struct.Struct("=28xH2xQQ8xQ32xqI4xqI12xII")
-"""Mode, inode, size, known attributes, ctime, mtime, device (linux/stat.h)."""
+_STATX = struct.Struct("=16xI8xH2xQQ8xQ32xqI4xqI12xII")
+"""Links, mode, inode, size, known attributes, ctime, mtime, device (linux/stat.h)."""
 _STATX_BYTES = 256
 _SECOND_NS = 1_000_000_000
 
@@ -44,6 +45,12 @@ class FileStatus(NamedTuple):
     mode: int
     identity: Identity
     is_local: bool
+    links: int
+
+    @property
+    def is_closed_at_once(self) -> bool:
+        """Whether closing it waits for nothing, also if nobody else has it open any more."""
+        return self.is_local and stat.S_ISREG(self.mode) and self.links > 0
 
 
 _NOTHING = FileOffer(0)
@@ -100,9 +107,9 @@ class Offer:
         """Close the descriptor, unless it was taken."""
         if self.descriptor < 0:
             return
-        if self._closer is None or (self._status is not None and self._status.is_local):
+        if self._closer is None:
             close_all([self.take()])
-        else:
+        else:  # It may have lost its name since it was looked at.
             self._closer.close(self.take())
 
 
@@ -113,8 +120,8 @@ class Closer:
         self._workers: Workers | None = None
 
     def close(self, descriptor: int) -> None:
-        """Close at once if the file is local, or if no thread can be had; else in a thread."""
-        workers = None if _is_local(descriptor) else self._started()
+        """Close at once if nothing is waited for, or if no thread can be had; else in a thread."""
+        workers = None if _is_closed_at_once(descriptor) else self._started()
         if workers is None:
             close_all([descriptor])
         else:
@@ -141,9 +148,9 @@ class Closer:
         return self._workers
 
 
-def _is_local(descriptor: int) -> bool:
+def _is_closed_at_once(descriptor: int) -> bool:
     try:
-        return status_of(descriptor).is_local
+        return status_of(descriptor).is_closed_at_once
     except OSError:
         return False
 
@@ -184,8 +191,8 @@ def status_of(descriptor: int) -> FileStatus:
     flags = _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC
     if _statx is None or _statx(descriptor, b"", flags, _STATX_BASIC_STATS, found) != 0:
         status = os.fstat(descriptor)
-        return FileStatus(status.st_mode, Identity.from_stat(status), is_local=True)
-    mode, inode, size, attributes, *times, major, minor = _STATX.unpack_from(found)
+        return FileStatus(status.st_mode, Identity.from_stat(status), True, status.st_nlink)
+    links, mode, inode, size, attributes, *times, major, minor = _STATX.unpack_from(found)
     changed_s, changed_ns, modified_s, modified_ns = times
     identity = Identity(
         device=os.makedev(major, minor),
@@ -194,4 +201,4 @@ def status_of(descriptor: int) -> FileStatus:
         mtime_ns=modified_s * _SECOND_NS + modified_ns,
         ctime_ns=changed_s * _SECOND_NS + changed_ns,
     )
-    return FileStatus(mode, identity, bool(attributes & _STATX_ATTR_NODUMP))
+    return FileStatus(mode, identity, bool(attributes & _STATX_ATTR_NODUMP), links)
