@@ -9,6 +9,7 @@ import select
 import socket
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from trims_shim.daemon import sessions as sessions_module
 from trims_shim.daemon.sessions import Limits, Session, Sessions
 from trims_shim.errors import AccessDenied, MalformedMessage, TooManyRequests
 from trims_shim.wire import handover, messages
+from trims_shim.wire.handover import Peer
 
 pytestmark = pytest.mark.usefixtures("no_leak")
 
@@ -75,6 +77,23 @@ def test_the_token_authenticates(client: Client, sessions: Sessions) -> None:
     sessions.close(client.session)
     assert sessions.authenticated(token) is None
     assert sessions.get(client.session.number) is None
+
+
+@pytest.mark.parametrize("mapped", ["0 1000 1\n1 100000 65536\n", "0 0 4294967295\n"])
+def test_a_user_who_may_be_any(
+    sessions: Sessions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mapped: str
+) -> None:
+    """In a user namespace, all that it does not map look like nobody."""
+    (tmp_path / "uid_map").write_text(mapped)
+    monkeypatch.setattr(sessions_module, "_UID_MAP", str(tmp_path / "uid_map"))
+    monkeypatch.setattr(sessions_module, "peer_of", lambda _: Peer(1, 65534, 65534))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, ours:
+        if mapped.startswith("0 1000"):
+            with pytest.raises(AccessDenied, match="maps not all users"):
+                sessions.accept(ours, 0)
+        else:
+            sessions.close(sessions.accept(ours, 0))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

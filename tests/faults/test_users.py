@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 import pytest
-from harness import World, content
+from harness import World, content, wait_until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
@@ -129,6 +129,27 @@ def test_in_a_user_namespace_without_a_map_others_are_still_others(world: World)
     assert served == "UnusableSocketDir"
     assert made is None, "its own directory is"
     impostor.kill()
+
+
+def test_a_daemon_that_cannot_tell_users_apart_serves_none_of_them(make_world: Any) -> None:
+    """All that its user namespace does not map look alike. Found: they saw each other's names, and
+    what one had proved of a file held for the others."""
+    world = make_world(group="0", autostart="0")
+    os.chmod(world.root, 0o755)
+    daemon = world.spawn(
+        "from trims_shim.cli.main import main; main(['daemon'])", prefix=("unshare", "-Ur")
+    )
+    wait_until(lambda: daemon.process.poll() is not None or world.is_answering(), "it starts")
+    if daemon.process.poll() is not None:
+        pytest.skip(f"no user namespace can be made here: {daemon.errors()}")
+    path = world.file(1)
+    os.chmod(path, 0o644)
+    load = f"say(attempt(lambda: data(open_file({path!r}))[:1].hex()))\n"
+    assert world.run(TRY + load) == content(1)[:1].hex()
+    for user in (2001, NOBODY):
+        become = f"os.setgroups([0]); os.setuid({user})\n"
+        assert world.run(TRY + become + load) == "AccessDenied"
+    assert len(world.status().images) == 1
 
 
 def test_who_is_not_in_the_group_is_told_so(shared: World) -> None:

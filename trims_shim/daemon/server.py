@@ -41,6 +41,7 @@ from trims_shim.daemon.values import Announce
 from trims_shim.errors import (
     AccessDenied,
     MalformedMessage,
+    RequestRefused,
     TooManyRequests,
     TrimsError,
     WireError,
@@ -231,7 +232,7 @@ class Server(Daemon):
                 return
             try:
                 session = self.sessions.accept(connection, clock.now_ns())
-            except TooManyRequests as error:
+            except RequestRefused as error:
                 self._turn_away(connection, error)
                 self.sessions.hang_up(connection)
                 continue
@@ -244,7 +245,7 @@ class Server(Daemon):
             # Its Hello, and the request behind it, may have arrived.
             self._read_session(session, _PACKETS_OF_A_GREETING)
 
-    def _turn_away(self, connection: socket.socket, error: TooManyRequests) -> None:
+    def _turn_away(self, connection: socket.socket, error: RequestRefused) -> None:
         self._warn_of_accept(error)
         # Without a word, it would take us for dead and try to start another daemon.
         with contextlib.suppress(OSError):

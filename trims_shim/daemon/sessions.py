@@ -16,12 +16,16 @@ from typing import NamedTuple
 from trims_shim.daemon.descriptors import are_scarce, check_descriptors, limit
 from trims_shim.daemon.offers import Closer, Offer, is_file
 from trims_shim.errors import AccessDenied, MalformedMessage, TooManyRequests
+from trims_shim.wire.endpoint import UNMAPPED_USER
 from trims_shim.wire.handover import Packet, Peer, clipped, has_unread, peer_of, receive
 from trims_shim.wire.messages import FileOffer
 
 __all__ = ["Limits", "Session", "Sessions"]
 
 _PACKAGE_LIMIT_BYTES = 64
+_UID_MAP = "/proc/self/uid_map"
+_ALL_USERS = 2**32 - 1
+"""So many are mapped outside of user namespaces (user_namespaces(7))."""
 
 
 class Limits(NamedTuple):
@@ -85,9 +89,14 @@ class Sessions:
         return iter(list(self._by_number.values()))
 
     def accept(self, connection: socket.socket, now_ns: int) -> Session:
-        """A new session. Raises TooManyRequests; then the connection is still the caller's."""
+        """A new session. Raises TooManyRequests, or AccessDenied for a user who may be any.
+
+        Then the connection is still the caller's.
+        """
         connection.setblocking(False)
         peer = peer_of(connection)
+        if peer.uid == UNMAPPED_USER != os.geteuid() and not _maps_all_users():
+            raise AccessDenied("the daemon's user namespace maps not all users: you may be any")
         reserved = self.missing_controls() + 1  # Its control connection will take another one.
         check_descriptors(reserved=reserved)
         self._check_share(peer.uid, reserved=reserved)
@@ -205,3 +214,12 @@ class Sessions:
             check_descriptors(reserved=self.missing_controls())
         except TooManyRequests as error:  # Others may have them all: it keeps its leases.
             offer.refuse(error)
+
+
+def _maps_all_users() -> bool:
+    """Whether this process sees every user of the machine under a number of its own."""
+    try:
+        with open(_UID_MAP) as rows:
+            return sum(int(row.split()[2]) for row in rows) >= _ALL_USERS
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)  # a kernel without user namespaces

@@ -17,11 +17,11 @@ from trims_shim.config import Config
 from trims_shim.directories import make
 from trims_shim.errors import ConfigError, DaemonUnavailable, UnusableSocketDir
 
-__all__ = ["Endpoint", "choose"]
+__all__ = ["UNMAPPED_USER", "Endpoint", "choose"]
 
 _SUN_PATH_LIMIT_BYTES = 107
 _LONGEST_NAME = "control-0123456789abcdef.sock"
-_UNMAPPED = 65534
+UNMAPPED_USER = 65534
 """In a user namespace, all users whom it does not map look like this one (overflowuid)."""
 
 
@@ -195,7 +195,8 @@ def _check_status(directory: str, status: os.stat_result) -> None:
 
 
 def _is_ours(directory: str, status: os.stat_result) -> bool:
-    return status.st_uid == os.geteuid() and (status.st_uid != _UNMAPPED or _may_own(directory))
+    uid = status.st_uid
+    return uid == os.geteuid() and (uid != UNMAPPED_USER or _may_own(directory))
 
 
 def _may_own(directory: str) -> bool:
