@@ -33,7 +33,7 @@ from harness import (
 from trims_shim.daemon import main as daemon_main
 from trims_shim.daemon import server as server_module
 from trims_shim.daemon.front import Request
-from trims_shim.errors import TooManyRequests, TrimsError
+from trims_shim.errors import AccessDenied, TooManyRequests, TrimsError
 from trims_shim.wire import admin, codec, endpoint, handover, messages
 
 ANSWER_S = 2.0
@@ -281,6 +281,45 @@ def test_requests_without_their_offers(watch: Watch) -> None:
         for _ in range(requests):
             reply = codec.decode(connection.recv(4096))
             assert (reply.error, "ticket 7" in reply.message) == ("AccessDenied", True)
+
+
+def test_packets_without_end_before_an_offer(make_world: Any) -> None:
+    """Found: nobody else was served for seconds while an offer was looked for among them."""
+    world = make_world()
+    daemon = InProcessDaemon(world)
+    connection = world.connection()
+    on_packet, take_offer = daemon.server._on_packet, daemon.server.take_offer
+    handled: list[int] = []
+    searched: list[int] = []
+
+    def go_on(session: Any, message: Any) -> None:
+        if not isinstance(message, messages.LeaseRelease):
+            return on_packet(session, message)
+        end_s = time.thread_time() + 0.001
+        while time.thread_time() < end_s:
+            pass
+        handled.append(session.number)
+        if not searched:
+            connection.release(1)
+        return None
+
+    def search(request: Request, ticket: int) -> Any:
+        before = len(handled)
+        try:
+            return take_offer(request, ticket)
+        finally:
+            searched.append(len(handled) - before)
+
+    daemon.server._on_packet = go_on  # type: ignore[method-assign]
+    daemon.server.take_offer = search  # type: ignore[method-assign]
+    try:
+        connection.release(1)
+        with pytest.raises(AccessDenied, match="no file was offered under ticket 7"):
+            connection.request(messages.OpenImageRequest(7))
+    finally:
+        connection.close()
+        daemon.close()
+    assert 0 < searched[0] < 1000, searched
 
 
 def test_many_connections_share_a_turn(make_world: Any) -> None:

@@ -61,6 +61,9 @@ _PACKETS_PER_TURN = 64
 _PACKETS_OF_A_GREETING = 2
 _PACKETS_BEFORE_AN_OFFER = 4096
 """More than the kernel queues on one socket (net.core.wmem_default, 212992 bytes)."""
+_SEARCH_S = 0.05
+"""Of the processor's time, for the packets before an offer. Some hundred releases, all that an
+honest client has waiting, take a tenth of it; one that goes on sending is not followed."""
 _WARNING_INTERVAL_S = 60.0
 _WATCHING = (admin.GetStatusRequest, admin.ListImagesRequest)
 """Answers to these are long."""
@@ -259,12 +262,12 @@ class Server(Daemon):
             _logger.warning("a client cannot be accepted: %s", reason)
 
     def _read_session(
-        self, session: Session, packets: int, *, until_ticket: int | None = None
+        self, session: Session, packets: int, *, is_enough: Callable[[], bool] = lambda: False
     ) -> None:
-        """Read at most ``packets`` packets, or until a file is offered under ``until_ticket``."""
+        """Read at most ``packets`` packets, or as many as are enough."""
         try:
             for _ in range(packets):
-                if until_ticket in session.offers:
+                if is_enough():
                     return
                 packet = self.sessions.receive(session)
                 if packet is None:
@@ -405,7 +408,12 @@ class Server(Daemon):
         offer = session.offers.pop(ticket, None)
         if offer is None and request.routing is not None:
             # The offer was sent first but on another socket: it is in that socket's buffer now.
-            self._read_session(session, _PACKETS_BEFORE_AN_OFFER, until_ticket=ticket)
+            end_s = time.thread_time() + _SEARCH_S
+            self._read_session(
+                session,
+                _PACKETS_BEFORE_AN_OFFER,
+                is_enough=lambda: ticket in session.offers or time.thread_time() >= end_s,
+            )
             offer = session.offers.pop(ticket, None)
         if offer is None:
             raise AccessDenied(f"no file was offered under ticket {ticket}")
