@@ -357,6 +357,48 @@ def test_many_connections_share_a_turn(make_world: Any) -> None:
     assert max(runs) <= server_module._PACKETS_PER_TURN // clients
 
 
+def test_many_connections_of_a_user_leave_time_to_others(make_world: Any) -> None:
+    """Found: all of a user's thousands were served before each packet of another one."""
+    world = make_world()
+    daemon = InProcessDaemon(world)
+    handled: list[int] = []
+    has_begun, may_go_on = threading.Event(), threading.Event()
+    on_packet = daemon.server._on_packet
+
+    def note(session: Any, message: Any) -> None:
+        if isinstance(message, messages.LeaseRelease):
+            has_begun.set()
+            assert may_go_on.wait(PATIENCE_S)
+            end_s = time.thread_time() + 0.005
+            while other not in handled and time.thread_time() < end_s:
+                pass
+            handled.append(session.number)
+        on_packet(session, message)
+
+    daemon.server._on_packet = note  # type: ignore[method-assign]
+    try:
+        with contextlib.ExitStack() as opened:
+            connections = [opened.enter_context(raw_connection(world)) for _ in range(17)]
+            for connection in connections:
+                connection.recv(4096)
+                connection.setblocking(False)
+            session = list(daemon.server.sessions)[-1]
+            session.peer = session.peer._replace(uid=session.peer.uid + 1)
+            other = session.number
+            connections[0].send(codec.encode(messages.LeaseRelease(1)))
+            assert has_begun.wait(PATIENCE_S)
+            for connection in [connections[0]] * 100 + connections[1:-1] * 10 + connections[-1:]:
+                connection.send(codec.encode(messages.LeaseRelease(1)))
+            may_go_on.set()
+            wait_until(lambda: other in handled, "the other user's packet")
+    finally:
+        may_go_on.set()
+        daemon.close()
+    # In the first turn only the first was ready, in the next one all.
+    before = handled[: handled.index(other)]
+    assert len(before) - before.count(before[0]) < 20
+
+
 Attacker = Callable[[], contextlib.AbstractContextManager[Callable[[], bool]]]
 
 

@@ -17,10 +17,11 @@ import contextlib
 import logging
 import math
 import os
+import random
 import selectors
 import socket
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +58,9 @@ _PROGRESS_INTERVAL_S = 0.25
 _HOUSEKEEPING_INTERVAL_S = 1.0
 _ACCEPTS_PER_TURN = 64
 _PACKETS_PER_TURN = 64
-"""Of all clients together; at least one of each."""
+"""Of all clients together; at least one of each, while there is time for its user."""
+_SHARE_OF_A_USER_S = 0.02
+"""Of the processor's time in a turn: one may have thousands of connections, all with packets."""
 _PACKETS_OF_A_GREETING = 2
 _PACKETS_BEFORE_AN_OFFER = 4096
 """More than the kernel queues on one socket (net.core.wmem_default, 212992 bytes)."""
@@ -157,11 +160,16 @@ class Server(Daemon):
     def _turn(self) -> None:
         ready = self._selector.select(self._timeout())
         packets = max(1, _PACKETS_PER_TURN // max(1, len(ready)))
-        for key, _ in ready:
-            if isinstance(key.data, Session):
-                self._read_session(key.data, packets)
-            else:
+        # From anywhere on, so that it is always others of a user's for whom no time is left.
+        first = random.randrange(len(ready)) if ready else 0
+        spent_s: defaultdict[int, float] = defaultdict(float)
+        for key, _ in ready[first:] + ready[:first]:
+            if not isinstance(key.data, Session):
                 key.data()
+            elif spent_s[user := key.data.peer.uid] < _SHARE_OF_A_USER_S:
+                began_s = time.thread_time()
+                self._read_session(key.data, packets)
+                spent_s[user] += time.thread_time() - began_s
         for frames in self._control.receive():
             self._on_frames(frames)
         if self._watchers:
