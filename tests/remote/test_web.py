@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+import tracemalloc
 import urllib.error
 import urllib.request
 from email.utils import formatdate
@@ -709,6 +710,21 @@ def test_a_page_that_is_too_long_is_not_cut_off(web: WebServer) -> None:
     page = b'<a href="a">a</a>' + b" " * (4 << 20) + b'<a href="b">b</a>'
     with pytest.raises(RemoteError, match="too long for a list"):
         WebFiles(web.put("long/", page)).list()
+
+
+def test_many_links_of_a_page_with_a_long_url_take_no_more_memory(web: WebServer) -> None:
+    """A page of 4 MiB may have 400000 of them."""
+    place = "a/" * 15_000
+    web.put(place, "".join(f'<a href="../{number}">x</a>' for number in range(1000)).encode())
+    url = web.put("bert/", status=302, location=f"/{place}")
+    tracemalloc.start()
+    try:
+        with pytest.raises(RemoteError, match="no link to a file"):
+            WebFiles(url).list()
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 10 << 20, "where they lead is 30 MB"
 
 
 def test_a_page_in_another_encoding_is_read(web: WebServer) -> None:

@@ -160,8 +160,10 @@ class WebFiles:
                     f"{shown(page)} leads to {shown(found)}, which may be something else; "
                     "name that URL if it is the folder"
                 )
-            for target in dict.fromkeys(_target(found, link) for link in links.found):
+            # Not all targets at once: a page may have 400000 links, and its own URL 60 kB.
+            for link in dict.fromkeys(links.found):
                 # A query sorts the page; others lead up, or away.
+                target = _target(found, link)
                 place = _meant(target)
                 below = name + place.removeprefix(folder)
                 if not place.startswith(folder) or {"?", "#"} & set(target) or below in seen:
