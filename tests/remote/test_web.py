@@ -727,6 +727,16 @@ def test_many_links_of_a_page_with_a_long_url_take_no_more_memory(web: WebServer
     assert peak_bytes < 10 << 20, "where they lead is 30 MB"
 
 
+def test_folders_in_folders_with_long_names_are_not_asked_for(web: WebServer) -> None:
+    """With names of 1 MiB, those of 40 in each other would be 1 GB."""
+    page = b'<a href="' + b"a" * 3000 + b'/">x</a>'
+    url = web.put("deep/", page)
+    web.put("deep/" + "a" * 3000 + "/", page)
+    with pytest.raises(RemoteError, match="no name for a file"):
+        WebFiles(url).list()
+    assert web.asked["body"] == 1
+
+
 def test_a_page_in_another_encoding_is_read(web: WebServer) -> None:
     """Its text may be anything; names in links are of ASCII, or escaped."""
     web.put("latin/a", CONTENT)

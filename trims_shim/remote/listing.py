@@ -17,6 +17,7 @@ from trims_shim.errors import ConfigError, RemoteError
 __all__ = [
     "Listing",
     "RemoteFile",
+    "check_length",
     "is_url",
     "is_web",
     "key_of",
@@ -76,8 +77,7 @@ class Listing:
         names = [file.name for file in self.files]
         for name in names:
             if not _is_name(name):
-                start = name[:_NAME_LIMIT_BYTES]
-                raise RemoteError(f"{start!r} is no name for a file here; rename it where it is")
+                raise _no_name(name)
         counted = Counter(names)
         # Only those that are names: all folders of 2000 long names are 2 GB.
         folders = {
@@ -173,6 +173,17 @@ def shown(url: str) -> str:
             return shown(url[: within.start()]) + "::" + shown(url[within.start() + 2 :])
         return _PASSWORD.sub(r"\1", url)
     return _USER.sub("://", _QUERY.sub("", url))
+
+
+def check_length(name: str) -> None:
+    """Raises RemoteError for a name that no file can have, nor a folder of one: it is too long."""
+    if len(name) > _NAME_LIMIT_BYTES:
+        raise _no_name(name)
+
+
+def _no_name(name: str) -> RemoteError:
+    start = name[:_NAME_LIMIT_BYTES]
+    return RemoteError(f"{start!r} is no name for a file here; rename it where it is")
 
 
 def _is_name(name: str) -> bool:

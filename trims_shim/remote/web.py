@@ -34,7 +34,7 @@ from trims_shim import diagnostics
 from trims_shim._version import __version__
 from trims_shim.errors import RemoteError, RemoteUnreachable
 from trims_shim.remote.downloading import GivenUp
-from trims_shim.remote.listing import Listing, RemoteFile, name_of, shown
+from trims_shim.remote.listing import Listing, RemoteFile, check_length, name_of, shown
 from trims_shim.remote.streams import in_order
 
 __all__ = ["WebFiles"]
@@ -170,6 +170,7 @@ class WebFiles:
                     continue
                 if len(seen) > _FOLDER_LIMIT:  # which has the folder itself, too
                     raise RemoteError(f"{shown(self._url)} has more than {_FOLDER_LIMIT} files")
+                check_length(below)  # Each folder's would be that of the one above, and its own.
                 seen.add(below)
                 if target.endswith("/"):
                     pages.append((target, below))
