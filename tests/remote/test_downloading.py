@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -357,6 +358,31 @@ def test_no_more_than_a_part_of_a_large_file_is_read_ahead(tmp_path: Path) -> No
     completed(remote, remote.list(), tmp_path)
     assert remote.arrived(tmp_path)
     assert max(spans) == PART_BYTES
+
+
+@pytest.mark.parametrize("kind", ["large file", "folder"])
+def test_small_pieces_take_no_more_memory(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may send chunks of two bytes."""
+    monkeypatch.setattr(downloading, "PART_BYTES", len(CONTENT))
+    files = [RemoteFile(f"x/{each}", "fake://x", len(CONTENT), "1", True) for each in "ab"]
+    if kind == "large file":
+        files = [RemoteFile("x.bin", "fake://x", 2 * len(CONTENT), "1", True)]
+
+    class Dripping(Fake):
+        def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[bytes]:
+            return (CONTENT[at : at + 2] for at in range(0, len(CONTENT), 2))
+
+    tracemalloc.start()
+    try:
+        completed(Dripping(), Listing(tuple(files)), tmp_path)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    whole = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert whole == 2 * CONTENT
+    assert peak_bytes < 10 * len(CONTENT), "the pieces of both would take 43 times as much"
 
 
 @pytest.mark.parametrize("is_seekable", [True, False])

@@ -8,6 +8,7 @@ caller to know.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import threading
 import time
@@ -169,25 +170,26 @@ def _pieces(source: Source, file: RemoteFile, start: int) -> Iterator[bytes]:
     )
     try:
         for part in in_order(parts):
-            yield from part.result()
+            yield part.result()
     finally:
         is_over.set()
 
 
 def _part(
     source: Source, file: RemoteFile, first: int, last: int, is_over: threading.Event
-) -> list[bytes]:
+) -> bytes:
     """All bytes of a part. Raises RemoteUnreachable if there are fewer or more.
 
     Where a connection ends within it, the next one goes on, as long as anything comes.
     """
-    pieces = []
+    # No list of pieces: some servers send two bytes at a time, which take 43 there.
+    part = io.BytesIO()
     at, start = first, -1
     while start < at < last and not is_over.is_set():
         start = at
         try:
             for piece in source.read(file, start, last):
-                pieces.append(piece)
+                part.write(piece)
                 at += len(piece)
                 if is_over.is_set() or at > last:
                     break
@@ -196,7 +198,7 @@ def _part(
                 raise
     if at != last:
         raise RemoteUnreachable(f"{shown(file.place)}: a part has not its length; try again")
-    return pieces
+    return part.getvalue()
 
 
 class _ReadAhead:
@@ -217,6 +219,6 @@ class _ReadAhead:
         """Pieces of the bytes from ``start`` on."""
         if self._names and self._names[0] == file.name:
             self._names.popleft()
-            yield from next(self._wholes).result()
+            yield next(self._wholes).result()
         else:
             yield from self._remote.read(file, start, end)
