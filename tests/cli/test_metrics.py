@@ -125,6 +125,25 @@ def test_serving_outlives_daemons(trims: Trims, model: Path, end: signal.Signals
         assert child.wait(LIMIT_S) == Exit.OK
 
 
+@pytest.mark.parametrize("begin", [b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: x"])
+def test_who_asks_nothing_is_left(
+    begin: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Found: each took a thread and a descriptor, until there were none to answer others with."""
+
+    def ask_nothing(_: object) -> None:
+        port = int(capsys.readouterr().err.partition("127.0.0.1:")[2].partition("/")[0])
+        with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as asking:
+            asking.sendall(begin)
+            assert asking.recv(1) == b""
+
+    monkeypatch.setattr(metrics._Impatient, "timeout", 0.1)
+    monkeypatch.setattr(signal, "pthread_sigmask", lambda *_: set())
+    monkeypatch.setattr(signal, "sigwait", ask_nothing)
+    assert main(["metrics", "--listen", "0"]) == Exit.OK
+    assert capsys.readouterr().err == ""
+
+
 def test_a_port_that_is_taken_is_named(trims: Trims) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -7,7 +7,9 @@ idle, and exits. No model's name is told.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
+import socketserver
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -28,6 +30,8 @@ _PREFIX = "trims_cache_"
 _PREPARED_TIER = "prepared"
 """Prepared ONNX models, on disk."""
 _ENDS = (signal.SIGINT, signal.SIGTERM)
+_PATIENCE_S = 10.0
+"""Without a byte of a request; Prometheus gives up an answer after as long."""
 _OPENS = {
     "hit": "open_hit",
     "miss": "open_miss",
@@ -82,10 +86,24 @@ def _serve(host: str, port: int, registry: Any) -> Exit:
         server, _ = prometheus_client.start_http_server(port, host, registry)
     except OSError as error:
         raise OSError(error.errno, error.strerror, _address(host, port)) from error
+    handlers: Any = (_Impatient, server.RequestHandlerClass)
+    server.RequestHandlerClass = type("Handler", handlers, {})
     say(f"serving http://{_address(host, server.server_port)}/metrics")
     signal.sigwait(_ENDS)
     server.shutdown()
+    server.server_close()
     return Exit.OK
+
+
+class _Impatient(socketserver.StreamRequestHandler):
+    """Leaves who connects and asks nothing: each takes a thread and a descriptor."""
+
+    timeout = _PATIENCE_S
+
+    def handle(self) -> None:
+        """See :class:`socketserver.BaseRequestHandler`."""
+        with contextlib.suppress(TimeoutError):
+            super().handle()
 
 
 def _address(host: str, port: int) -> str:
