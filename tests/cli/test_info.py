@@ -112,6 +112,15 @@ def test_what_it_says_of_a_daemon(daemon: DaemonStatus, in_short: str, whole: st
     assert whole in info._running(daemon)
 
 
+def test_what_a_daemon_says_does_not_steer_the_terminal() -> None:
+    """It may be another user's."""
+    hostile = "\x1b]0;mine\x07"
+    for daemon in (NONE, OWN):
+        assert "\x1b" not in info._running(replace(daemon, package=hostile, problem=hostile))
+    said = info._running(replace(OWN, package=hostile, is_own=False))
+    assert r"trims_shim \x1b]0;mine\x07, protocol 2" in said
+
+
 def test_the_verdict_on_device_memory() -> None:
     device = DeviceFound(3, "GPU-0", "NVIDIA H200", 1 << 30, True, 1 << 30)
     for is_available, expected in ((True, "shared (cuda:3)"), (False, "not shared")):

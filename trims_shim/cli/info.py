@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.status import RESTART_HINT
-from trims_shim.cli.text import print_json, size
+from trims_shim.cli.text import print_json, printable, size
 from trims_shim.inspection import DaemonStatus, Description, DeviceFound, PatchStatus, look
 
 __all__ = ["info"]
@@ -150,14 +150,16 @@ def _daemon(found: Description) -> str:
 
 
 def _running(daemon: DaemonStatus) -> str:
+    # It may be another user's, and chooses these words.
+    package, problem = printable(daemon.package), printable(daemon.problem)
     if not daemon.is_running:
-        return f"not reachable: {daemon.problem}"
-    if daemon.problem:
-        return f"{daemon.pid}; {daemon.problem}"
+        return f"not reachable: {problem}"
+    if problem:
+        return f"{daemon.pid}; {problem}"
     same = "same settings as here" if daemon.has_same_settings else RESTART_HINT
     if not daemon.is_own:
         same = "another user's, with settings of its own"
-    return f"{daemon.pid}, trims_shim {daemon.package}, protocol {daemon.protocol}; {same}"
+    return f"{daemon.pid}, trims_shim {package}, protocol {daemon.protocol}; {same}"
 
 
 def _limits(found: Description) -> str:
