@@ -103,6 +103,22 @@ def test_what_cannot_be_answered_is_said(cluster: Path, capsys: pytest.CaptureFi
     assert "\ndetect: only 50% of the demand can be answered\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["proteus", "simulate", "herd"])
+def test_names_do_not_steer_the_terminal(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Problems may come from elsewhere."""
+    hostile = r'"\u001B]0;mine\u0007\nno row"'
+    problem = HERD if command == "herd" else CLUSTER.replace("_qps = 20", "_qps = 160")
+    for name in ("detect", "only", "search"):
+        problem = problem.replace(name, hostile)
+    problem = problem.replace("gpu = 2", f"gpu = 2\n{hostile} = 1")
+    path = tmp_path / "problem.toml"
+    path.write_text(problem)
+    assert main(["plan", command, str(path)]) == Exit.OK
+    assert all(line.isprintable() for line in capsys.readouterr().out.split("\n"))
+
+
 def test_json_has_groups_and_what_they_are_worth(
     cluster: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from trims_shim.cli.arguments import refuse
 from trims_shim.cli.batch import report_fields
 from trims_shim.cli.batch_setup import policies, read_requests
 from trims_shim.cli.exits import Exit
-from trims_shim.cli.text import counted, print_json, table
+from trims_shim.cli.text import counted, print_json, printable, table
 from trims_shim.errors import ConfigError, FormatError, PlanningError
 from trims_shim.plan_files import Cluster, read_cluster, read_herd
 from trims_shim.planner import (
@@ -146,10 +146,10 @@ def _placement_text(cluster: Cluster, placement: Placement) -> str:
         "",
         f"accuracy {placement.accuracy:.4g} (none is above {placement.accuracy_bound:.4g}), "
         f"room for {placement.headroom:.3g} times the demand",
-        *([f"not used: {idle}"] if idle else ()),
+        *([f"not used: {printable(idle)}"] if idle else ()),
     ]
     lines += [
-        f"{family}: only {share:.0%} of the demand can be answered"
+        f"{printable(family)}: only {share:.0%} of the demand can be answered"
         for family, share in placement.served.items()
         if share < 0.999
     ]

@@ -82,14 +82,16 @@ def table(
     """Columns padded to their widest cell; those with a title in ``right`` are right-aligned.
 
     If there is a ``width``, the last column is the :func:`end_of` its cells, as far as it has room.
+    What would steer a terminal is escaped: many cells are names out of files.
     """
+    aligned_right = [title in right for title in titles]
+    titles, *rows = [[*map(printable, row)] for row in (titles, *rows)]
     if width is not None:
         others = list(zip(titles, *rows, strict=True))[:-1]
         room = width - sum(2 + max(map(len, column)) for column in others)
         room = max(_LEAST_OF_A_CELL, room)
         rows = [(*row[:-1], end_of(row[-1], room)) for row in rows]
     widths = [max(len(row[i]) for row in (titles, *rows)) for i in range(len(titles))]
-    aligned_right = [title in right for title in titles]
     lines = []
     for row in (titles, *rows):
         cells = [
