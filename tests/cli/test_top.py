@@ -83,6 +83,16 @@ def live(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Exit]:
     return run
 
 
+@pytest.mark.parametrize("tier", ["[/bold]", "[link=http://elsewhere]host"])
+def test_a_daemon_writes_no_markup(tier: str) -> None:
+    """It may be another user's. Found: the first ended the command, the second was a link."""
+    image = ImageStatus("ab" * 32, 1, 1, 0, False, 0, 0, 0, 1, ("/m.pt",), tier)
+    picture = io.StringIO()
+    console = Console(file=picture, width=200, force_terminal=True)
+    console.print(top._draw(status(S)._replace(images=(image,)), None, 200))
+    assert tier in picture.getvalue()
+
+
 def test_it_draws_until_ctrl_c(
     live: Callable[..., Exit], capsys: pytest.CaptureFixture[str]
 ) -> None:

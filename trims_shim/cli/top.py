@@ -116,6 +116,7 @@ def _table(
     """Rows with leases are bold. Where names would have no room, the columns before them go."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     *others, names = titles
@@ -127,7 +128,9 @@ def _table(
     # The only column that is narrowed if there is no room.
     table.add_column(names.lower())
     for (*cells, last), leases in shown:
-        table.add_row(*cells[: len(others)], _End(last), style="bold" if leases else None)
+        # No str, which may have rich's markup: the daemon may be another user's.
+        texts = map(Text, cells[: len(others)])
+        table.add_row(*texts, _End(last), style="bold" if leases else None)
     if len(shown) < len(rows):
         table.add_row(f"... {len(rows) - len(shown)} more")
     return table
