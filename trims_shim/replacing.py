@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import stat
 from typing import BinaryIO
 
 __all__ = ["replace_file", "target_of", "write_all"]
+
+_PERMISSIONS = 0o777
+"""Not setuid: the old file may be another user's, and the new one is ours."""
 
 
 def target_of(path: str | os.PathLike[str]) -> str:
@@ -36,7 +38,7 @@ def replace_file(path: str, content: bytes) -> None:
         # Unbuffered: a child that a signal handler forks in the middle would write it, too.
         with open(temporary, "xb", buffering=0) as file:
             with contextlib.suppress(OSError):  # none yet, or a file system without modes
-                os.fchmod(file.fileno(), stat.S_IMODE(os.stat(path).st_mode))
+                os.fchmod(file.fileno(), os.stat(path).st_mode & _PERMISSIONS)
             write_all(file, content)
         os.replace(temporary, path)
     except BaseException as error:

@@ -96,6 +96,14 @@ def test_a_file_of_the_users_has_the_mode_of_any_file_and_keeps_its_own(path: Pa
         os.umask(umask)
 
 
+def test_a_file_that_is_replaced_gives_nobody_the_users_rights(path: Path) -> None:
+    """Found: one that another user had put there, setuid, became one of the user's."""
+    path.touch()
+    path.chmod(0o6777)
+    save_profile(path, SAVED)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o777
+
+
 def test_a_users_link_stays_one_and_one_among_kept_profiles_is_replaced(
     path: Path, store: ProfileStore
 ) -> None:
