@@ -301,6 +301,21 @@ def test_why_access_is_denied(raised: Exception, said: str) -> None:
     assert error.value.strerror == said
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, PermissionError])
+def test_what_a_store_says_has_no_query_of_a_web_url(kind: type[Exception]) -> None:
+    """As aiohttp's errors have it, of ``zip://vit.pt::https://...``; it may hold a signature."""
+    files = StoreFiles("memory://bucket/x")
+
+    def info(path: str) -> None:
+        raise kind("403, message='Forbidden', url='https://host/x.zip?sp=r&sig=secret', again")
+
+    files._files = SimpleNamespace(invalidate_cache=lambda: None, info=info)
+    files.is_concurrent = True
+    with pytest.raises((RemoteUnreachable, PermissionError)) as error:
+        files.list()
+    assert "message='Forbidden', url='https://host/x.zip', again" in str(error.value)
+
+
 @pytest.mark.parametrize(("is_concurrent", "has_size"), [(False, True), (True, False)])
 def test_what_does_not_come_in_parts_comes_in_pieces(
     memory: MemoryFileSystem, is_concurrent: bool, has_size: bool

@@ -24,12 +24,14 @@ __all__ = [
     "name_of",
     "shown",
     "version_of",
+    "without_queries",
 ]
 
 _FORM = re.compile(r"[a-z][a-z0-9+.-]*://", re.ASCII | re.IGNORECASE)
 _WEB = re.compile(r"https?://", re.ASCII | re.IGNORECASE)
 _WEB_WITHIN = re.compile(r"::https?://", re.ASCII | re.IGNORECASE)
 _QUERY = re.compile(r"[?#].*", re.DOTALL)
+_WEB_QUERY = re.compile(r"(https?://[^\s?#'\"]*)[?#][^\s'\"]*", re.ASCII | re.IGNORECASE)
 _SIGNATURE = re.compile(r"(x-(amz|goog)-)?signature=|sig=", re.ASCII | re.IGNORECASE)
 _SIGNED_BY = re.compile(
     # S3 and Google Cloud Storage, by their versions 4 and 2; CloudFront; Azure's shared access.
@@ -173,6 +175,11 @@ def shown(url: str) -> str:
             return shown(url[: within.start()]) + "::" + shown(url[within.start() + 2 :])
         return _PASSWORD.sub(r"\1", url)
     return _USER.sub("://", _QUERY.sub("", url))
+
+
+def without_queries(text: str) -> str:
+    """What a store says, for messages: its package may name a web URL with what signs it."""
+    return _WEB_QUERY.sub(r"\1", text)
 
 
 def check_length(name: str) -> None:

@@ -15,7 +15,7 @@ from trims_shim import diagnostics
 from trims_shim.errors import RemoteError, RemoteUnreachable, TrimsError
 from trims_shim.late_imports import ensure_imported
 from trims_shim.printable import printable
-from trims_shim.remote.listing import Listing, RemoteFile, name_of, shown
+from trims_shim.remote.listing import Listing, RemoteFile, name_of, shown, without_queries
 
 __all__ = ["StoreFiles"]
 
@@ -149,7 +149,7 @@ def _translated(url: str) -> Iterator[None]:
         raise FileNotFoundError(errno.ENOENT, "it is not there", shown(url)) from error
     except PermissionError as error:
         # Also an archived object, or a wrong clock.
-        reason = printable(error.strerror or str(error))
+        reason = printable(without_queries(error.strerror or str(error)))
         text = f"access is denied: {reason}" if reason else "access is denied"
         raise PermissionError(errno.EACCES, text, shown(url)) from error
     except TrimsError:
@@ -157,5 +157,5 @@ def _translated(url: str) -> Iterator[None]:
     # Every store raises errors of its own, of no common class.
     except Exception as error:
         diagnostics.pass_on(error)
-        reason = str(error) or repr(error)
+        reason = without_queries(str(error) or repr(error))
         raise RemoteUnreachable(f"{shown(url)}: not reachable: {reason}") from error
