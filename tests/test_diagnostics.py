@@ -78,6 +78,18 @@ class _Failing(logging.Handler):
         raise RuntimeError(record.getMessage())
 
 
+@pytest.mark.parametrize("reason", ["broken", "not_a_model"])
+def test_the_name_of_a_file_does_not_steer_the_terminal(
+    reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "/models/\x1b[2J\nWARNING all is well.pt"
+    with caplog.at_level(logging.DEBUG, "trims_shim"):
+        diagnostics.fallback(reason, ValueError(f"{name}: no model"), what=name)
+        diagnostics.log(logging.INFO, "%s: %d, %s", name, 5, OSError(2, "gone", name))
+    assert len(caplog.messages) == 2
+    assert all(each.isprintable() for each in caplog.messages)
+
+
 @pytest.mark.parametrize("reason", ["no_space", "small_file"])
 def test_a_logging_handler_that_raises_fails_no_load(reason: str) -> None:
     logger = logging.getLogger("trims_shim")

@@ -23,6 +23,7 @@ from types import CodeType
 from typing import Any
 
 from trims_shim.errors import TrimsError
+from trims_shim.printable import printable
 
 __all__ = [
     "LogFile",
@@ -178,10 +179,18 @@ def log(level: int, text: str, *arguments: object, error: BaseException | None =
     messages of ours must not make the program fail.
     """
     try:
-        _logger.log(level, text, *arguments, exc_info=error)
+        _logger.log(level, text, *map(_shown, arguments), exc_info=error)
     # Border: see above.
     except Exception as failure:
         pass_on(failure)
+
+
+def _shown(argument: object) -> object:
+    """As it may be in a log: the name of a file steers no terminal, and begins no line."""
+    if not isinstance(argument, (str, BaseException)):
+        return argument
+    text = str(argument)
+    return argument if text.isprintable() else printable(text)
 
 
 def is_unseen(record: logging.LogRecord) -> bool:
