@@ -60,6 +60,7 @@ class _Run:
 
 
 _run_key = pytest.StashKey[_Run]()
+_start_key = pytest.StashKey["Stats"]()
 
 
 # --- switching on ---------------------------------------------------------------------------------
@@ -361,13 +362,23 @@ def trims_daemon(pytestconfig: pytest.Config) -> TrimsDaemon:
     return TrimsDaemon()
 
 
-@pytest.fixture
-def trims_stats(pytestconfig: pytest.Config) -> Callable[[], Stats]:
-    """A function that returns the shim's counters in this test; skips without ``--trims``."""
-    _skip_when_off(pytestconfig)
-    import trims_shim
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let ``trims_stats`` count from here: other fixtures may load models before it is set up."""
+    if _run_key in item.config.stash:
+        import trims_shim
 
-    before = trims_shim.stats()
+        item.stash[_start_key] = trims_shim.stats()
+
+
+@pytest.fixture
+def trims_stats(request: pytest.FixtureRequest) -> Callable[[], Stats]:
+    """A function that returns the shim's counters in this test, from its first fixture on.
+
+    Skips without ``--trims``.
+    """
+    _skip_when_off(request.config)
+    before = request.node.stash[_start_key]
     return lambda: _since(before)
 
 

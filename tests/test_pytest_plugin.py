@@ -244,6 +244,20 @@ def test_a_long_temporary_directory_has_no_sockets(
     assert os.path.dirname(directory) == "/tmp"
 
 
+def test_stats_of_a_test_have_what_its_fixtures_load(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        test_suite="import os, pytest\n"
+        "from safetensors.numpy import load_file\n"
+        "@pytest.fixture\n"
+        "def weights():\n"
+        "    return load_file(os.environ['MODEL'])\n"
+        "@pytest.mark.parametrize('i', range(2))\n"
+        "def test_served(i, weights, trims_stats):\n"
+        "    assert trims_stats().served == 1\n"
+    )
+    run(pytester, "--trims").assert_outcomes(passed=2)
+
+
 def test_all_workers_have_the_same_daemon(pytester: pytest.Pytester, tmp_path: Path) -> None:
     pytester.makepyfile(
         test_suite="import os, pathlib\n"
