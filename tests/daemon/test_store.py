@@ -259,14 +259,25 @@ class TestBudget:
         assert isinstance(refused, RefuseRequest)
         assert isinstance(refused.error, NoSpace)
         assert "not to be had 41" in str(refused.error)
-        advice = "; free memory, or lower TRIMS_HOST_HEADROOM_BYTES and run `trims stop`, or run"
-        assert advice in str(refused.error)
+        advice = "; free memory, or lower TRIMS_HOST_HEADROOM_BYTES and run `trims stop`"
+        assert str(refused.error).endswith(advice)
         started(store.open(opening(size=60), 1, withheld_bytes=40))
 
     def test_a_budget_that_is_too_small_is_to_be_raised(self) -> None:
         refused = new_store().open(opening(size=101), 1, withheld_bytes=41)[0]
         assert isinstance(refused, RefuseRequest)
-        assert "and run `trims stop`, or run `trims evict --all`" in str(refused.error)
+        assert str(refused.error).endswith("; raise TRIMS_HOST_BYTES and run `trims stop`")
+
+    def test_evicting_is_no_advice_where_all_is_in_use(self) -> None:
+        store = new_store(100)
+        lease = load(store, opening(size=80), loaded(A, 80))
+        (refused,) = store.open(opening(session=2, inode=2, size=101), 2)
+        assert isinstance(refused, RefuseRequest)
+        assert str(refused.error).endswith(", or end programs that use the images (`trims status`)")
+        store.release(1, lease, 3)
+        (refused,) = store.open(opening(session=2, inode=2, size=101), 4)
+        assert isinstance(refused, RefuseRequest)
+        assert str(refused.error).endswith(", or run `trims evict --all`")
 
     def test_what_is_pinned_is_named_where_room_is_missing(self) -> None:
         """Found: the advice was `trims evict --all` alone, which leaves pinned images."""

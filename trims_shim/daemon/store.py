@@ -509,15 +509,23 @@ class Store:
             if is_within_budget
             else f"raise {self._settings}_BYTES"
         )
-        pinned_bytes = sum(self._images[each].resident_bytes for each in self._pins)
-        kept = f", which keeps the {size(pinned_bytes)} that are pinned: `trims unpin`"
         return NoSpace(
             f"{name}: {size(needed)} do not fit the {self._tier}: {size(lacking)} too many; budget "
             f"{size(totals.budget_bytes)}, resident {size(totals.resident_bytes)}, loading "
             f"{size(totals.reserved_bytes)}, still mapped elsewhere, left to "
-            f"programs or not to be had {size(withheld_bytes)}; {advice} and run `trims stop`, or "
-            f"run `trims evict --all`{kept if pinned_bytes else ''}"
+            f"programs or not to be had {size(withheld_bytes)}; {advice} and run `trims stop`"
+            f"{self._how_to_evict()}"
         )
+
+    def _how_to_evict(self) -> str:
+        """The end of an advice: what makes room for another image among those that are here."""
+        if not self._images:
+            return ""
+        if all(image.holds or self._leases.of(image.digest) for image in self._images.values()):
+            return ", or end programs that use the images (`trims status`)"
+        pinned_bytes = sum(self._images[each].resident_bytes for each in self._pins)
+        kept = f", which keeps the {size(pinned_bytes)} that are pinned: `trims unpin`"
+        return f", or run `trims evict --all`{kept if pinned_bytes else ''}"
 
     def _grant(
         self, opening: Opening, digest: Digest, outcome: str, now_ns: int, *, is_settled: bool
