@@ -196,6 +196,9 @@ class TestHandle:
     def test_a_missing_file(self, daemon: FakeDaemon) -> None:
         with pytest.raises(FileNotFoundError):
             trims_shim.open("/no/such/file")
+        for function in (trims_shim.open, trims_shim.warm):
+            with pytest.raises(FileNotFoundError, match="trims_shim.fetch"):
+                function("https://models.example/a.pt")
         assert daemon.counters == {}
 
 

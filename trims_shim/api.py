@@ -7,6 +7,7 @@ without a framework.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -208,8 +209,14 @@ def open(
         raise ValueError(f"access is 'shared' or 'private', not {access!r}")
     target = None if device is None else _device_id(device)
     name = os.fsdecode(path)
-    # O_NONBLOCK: a pipe is refused, not waited for.
-    descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        # O_NONBLOCK: a pipe is refused, not waited for.
+        descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        if "://" in name:
+            advice = "a URL is not a file: open what trims_shim.fetch returns for it"
+            raise FileNotFoundError(errno.ENOENT, advice, name) from error
+        raise
     try:
         full_name = os.path.abspath(name)
         if target is None:

@@ -279,7 +279,11 @@ def _cells(latencies_ns: Mapping[int, float], sizes: Sequence[int]) -> list[str]
 def _findings(saved: SavedStages, tries: Sequence[StagesTry]) -> list[str]:
     diversity, profile = saved.diversity, saved.profile
     smallest, largest = min(profile.preferred), max(profile.preferred)
-    prefers = f"{smallest} to {largest}" if smallest < largest else str(largest)
+    prefers = f"batches of {largest}"
+    if smallest < largest:
+        prefers = f"batches of {smallest} to {largest}"
+        if not diversity.operators:
+            prefers += ", but not large ones early, or it makes little difference"
     gain = stretch_gain(profile)
     tried = ", ".join(str(len(each.model)) for each in tries)
     inputs = {
@@ -290,7 +294,7 @@ def _findings(saved: SavedStages, tries: Sequence[StagesTry]) -> list[str]:
     return [
         f"stages: {len(profile.stages)}" + (f", of {tried} that were tried" if tries else ""),
         f"input diversity: {inputs[diversity.inputs]}",
-        f"operator diversity: {_yes(diversity.operators)}: stages prefer batches of {prefers}",
+        f"operator diversity: {_yes(diversity.operators)}: stages prefer {prefers}",
         f"load diversity: {_yes(diversity.load)}: catching up saves {max(0.0, gain):.0%}",
         *_lanes_found(profile.width),
     ]
