@@ -197,7 +197,7 @@ class TestHandle:
         with pytest.raises(FileNotFoundError):
             trims_shim.open("/no/such/file")
         for function in (trims_shim.open, trims_shim.warm):
-            with pytest.raises(FileNotFoundError, match="trims_shim.fetch"):
+            with pytest.raises(FileNotFoundError, match=r"trims_shim\.fetch"):
                 function("https://models.example/a.pt")
         assert daemon.counters == {}
 
