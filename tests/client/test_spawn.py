@@ -233,7 +233,9 @@ def test_a_script_in_the_place_of_the_interpreter_is_not_run(
     running = children._RUNNING
     run_instead(f"touch {tmp_path}/ran")
     monkeypatch.setattr(children, "_RUNNING", running)
-    monkeypatch.setattr(spawn, "_BOOT", "import os; os.write(3, b'failed as asked\\n')")
+    monkeypatch.setattr(
+        spawn, "_BOOT", "import os, sys; os.write(int(sys.argv[1]), b'failed as asked\\n')"
+    )
     with pytest.raises(DaemonStartFailed, match="as asked"):
         spawn.start(endpoint, timeout_s=30)
     assert not (tmp_path / "ran").exists()

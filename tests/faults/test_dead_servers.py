@@ -142,3 +142,31 @@ def test_a_process_that_is_started_beside_a_dead_file(
     server.close()
     child.say()
     assert child.hear()
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_daemon_that_is_started_beside_a_dead_file(
+    world: World, serve: Callable[..., DeadServer], number: int
+) -> None:
+    """The new process waits for that server: its starter for a time, and no other thread."""
+    server = serve()
+    server.is_alive = True
+    child = world.spawn(
+        "import threading\n"
+        f"dead = os.open({os.path.join(server.path, 'a')!r}, os.O_RDONLY)\n"
+        f"if dead != {number}: os.dup2(dead, {number})\n"
+        "say(); hear()\n"
+        "def load():\n"
+        "    try: open_file('/proc/self/exe')\n"
+        "    except errors.DaemonTimeout: say('given up')\n"
+        "threading.Thread(target=load).start()\n"
+        "time.sleep(0.5)\n"
+        "say('others run')\n",
+        start_timeout="3",
+    )
+    child.hear()
+    server.die()
+    child.say()
+    assert [child.hear(20), child.hear(20)] == ["others run", "given up"]
+    server.close()
+    wait_until(world.is_answering, "the daemon has started all the same")

@@ -31,8 +31,7 @@ __all__ = ["start"]
 
 _POLL_S = 0.02
 _REASON_LIMIT_BYTES = 4000
-_REPORT = 3
-"""The descriptor of the report pipe in the new process."""
+_STREAMS = (0, 1, 2)
 _children: list[int] = []
 """Process ids of first forks, which end at once."""
 _locks: list[int] = []
@@ -40,7 +39,9 @@ _locks: list[int] = []
 _BOOT = (
     "import json, os, sys; "
     "os.chdir('/'); "
-    "[os.closerange(each, each + 1) for each in map(int, sys.argv[3:])]; "  # some may be gone
+    "passed = list(map(int, sys.argv[3:])); "
+    "[os.dup2(each, stream) for stream, each in enumerate(passed[:3])]; "
+    "[os.closerange(each, each + 1) for each in passed]; "  # some may be gone
     "sys.path[:] = json.loads(sys.argv[2]); "
     "os.fork() and os._exit(0); "
     "os.setsid(); "
@@ -182,32 +183,44 @@ def _launch(executable: str, endpoint: Endpoint, writer: int) -> int:
     environment = dict(os.environ)
     environment.update(TRIMS_ENABLED="0", TRIMS_SOCKET_DIR=endpoint.directory)
     with contextlib.ExitStack() as stack:
+        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        stack.callback(os.close, null)
         log = open_own(endpoint.log, os.O_WRONLY | os.O_APPEND)
         stack.callback(os.close, log)
-        log, report = _above_report(log, stack), _above_report(writer, stack)
+        sources = (writer, null, log)
+        report, null, log = kept = [_above_streams(each, stack) for each in sources]
+        streams = (null, log, log)
         # Not closed by file actions, which refuse numbers beyond the limit (`ulimit -S -n`).
+        surplus = [each for each in _inheritable() if each not in _STREAMS]
         # An argument each: one may have 128 KiB.
-        surplus = [str(each) for each in _inheritable() if each > _REPORT]
-        arguments = [str(_REPORT), json.dumps(search_path()), *surplus]
+        arguments = [str(report), json.dumps(search_path()), *map(str, [*streams, *surplus])]
+        # No thread of ours runs before the child runs its program, and to replace a stream that is
+        # a file may wait for a server that does not answer. The child's program does that.
+        pairs = [*zip(sources, kept, strict=True), *zip(streams, _STREAMS, strict=True)]
+        held = {number for number in _STREAMS if _is_file(number)}
         return os.posix_spawn(
             executable,
             [executable, "-I", "-S", "-c", _BOOT, *arguments],
             environment,
-            file_actions=[
-                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                (os.POSIX_SPAWN_DUP2, log, 1),
-                (os.POSIX_SPAWN_DUP2, log, 2),
-                (os.POSIX_SPAWN_DUP2, report, _REPORT),
-            ],
+            file_actions=[(os.POSIX_SPAWN_DUP2, *pair) for pair in pairs if pair[1] not in held],
             setpgroup=0,  # the terminal's Ctrl-C is not for it
         )
 
 
-def _above_report(descriptor: int, stack: contextlib.ExitStack) -> int:
-    """Return a duplicate above :data:`_REPORT`: the program may have closed its own streams."""
-    duplicate = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _REPORT + 1)
+def _above_streams(descriptor: int, stack: contextlib.ExitStack) -> int:
+    """Return a duplicate above the streams: the program may have closed its own."""
+    duplicate = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, len(_STREAMS))
     stack.callback(os.close, duplicate)
     return duplicate
+
+
+def _is_file(number: int) -> bool:
+    """Whether a descriptor is open on a file, other than a device; asks no server."""
+    try:
+        name = os.readlink(f"/proc/self/fd/{number}")
+    except OSError:
+        return False
+    return name.startswith("/") and not name.startswith("/dev/")
 
 
 def _inheritable() -> list[int]:
