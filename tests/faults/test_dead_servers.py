@@ -170,3 +170,17 @@ def test_a_daemon_that_is_started_beside_a_dead_file(
     assert [child.hear(20), child.hear(20)] == ["others run", "given up"]
     server.close()
     wait_until(world.is_answering, "the daemon has started all the same")
+
+
+def test_a_directory_of_temporary_files_that_is_not_needed(
+    world: World, serve: Callable[..., DeadServer]
+) -> None:
+    """Sockets are below the first directory that can hold them."""
+    server = serve(valid_s=0)
+    server.die()
+    child = world.spawn(
+        "from trims_shim.wire.endpoint import choose\n"
+        f"places = {{'XDG_RUNTIME_DIR': {world.root!r}, 'TMPDIR': {server.path!r}}}\n"
+        "say(choose(config.load(places)).directory)\n"
+    )
+    assert child.hear(10) == os.path.join(world.root, "trims")

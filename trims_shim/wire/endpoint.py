@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from trims_shim.config import Config
@@ -135,16 +136,25 @@ def choose(config: Config) -> Endpoint:
     if config.socket_dir:
         return Endpoint(os.path.abspath(os.path.expanduser(config.socket_dir)))
     uid = os.geteuid()
-    runtime_dir, temp_dir = map(_unless_others, (config.runtime_dir, config.temp_dir))
-    # By its specification, a relative $XDG_RUNTIME_DIR is ignored.
-    runtime_dirs = filter(os.path.isabs, (runtime_dir, f"/run/user/{uid}"))
+    places = (place for place in _places(config, uid) if _is_writable(place[0]))
+    found = (Endpoint(os.path.join(*place)) for place in places)
+    return next(filter(_can_hold_sockets, found), Endpoint(f"/tmp/trims-{uid}"))
+
+
+def _places(config: Config, uid: int) -> Iterator[tuple[str, str]]:
+    """Yield bases and names in them, in order.
+
+    A base is looked at when its turn comes: it may be on a server that does not answer.
+    """
+    runtime_dir = _unless_others(config.runtime_dir)
+    if os.path.isabs(runtime_dir):  # By its specification, a relative one is ignored.
+        yield runtime_dir, "trims"
+    yield f"/run/user/{uid}", "trims"
     # Not tempfile.gettempdir(): it writes a file, and fixes the result of the program's own calls
     # for good, even if the program sets TMPDIR later.
-    temp_dirs = (temp_dir and os.path.abspath(temp_dir), "/tmp", "/var/tmp")
-    own = f"trims-{uid}"
-    places = [*((base, "trims") for base in runtime_dirs), *((base, own) for base in temp_dirs)]
-    found = (Endpoint(os.path.join(*place)) for place in places if _is_writable(place[0]))
-    return next(filter(_can_hold_sockets, found), Endpoint(os.path.join("/tmp", own)))
+    temp_dir = _unless_others(config.temp_dir)
+    for base in (temp_dir and os.path.abspath(temp_dir), "/tmp", "/var/tmp"):
+        yield base, f"trims-{uid}"
 
 
 def _can_hold_sockets(endpoint: Endpoint) -> bool:
