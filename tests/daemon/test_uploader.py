@@ -280,18 +280,32 @@ def test_a_job_without_a_thread_fails_alone(source: int, monkeypatch: pytest.Mon
             os.fstat(descriptor)
 
 
+_SAME_FINGERPRINT = (
+    (5120, 3584, 5632, 4608, 1024, 2560, 1536, 3072, 4096, 2048),
+    (3584, 1536, 5632, 4096, 3072, 2048, 5120, 4608, 2560, 1024),
+)
+"""Sizes of tensors. A second was enough to find them."""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sizes_anew"), [((3 * MIB, 5, MIB), (MIB, 5, 3 * MIB)), _SAME_FINGERPRINT]
+)
 def test_a_file_that_is_laid_out_anew_after_it_was_planned(
-    make: Callable[..., Harness], make_file: MakeFile
+    make: Callable[..., Harness],
+    make_file: MakeFile,
+    sizes: tuple[int, ...],
+    sizes_anew: tuple[int, ...],
 ) -> None:
     """Clients find tensors by the header that they are given, wherever they were put."""
     harness = make()
-    other = safetensors((MIB, 5, 3 * MIB))
-    assert len(other) == len(CONTENT)
-    path = make_file(CONTENT, "rewritten")
-    source, outline = os.open(path, os.O_RDONLY), sparse_outline(len(CONTENT))
+    assert len({layout_of(safetensors(each)).fingerprint() for each in _SAME_FINGERPRINT}) == 1
+    planned_content, other = safetensors(sizes), safetensors(sizes_anew)
+    assert len(other) == len(planned_content)
+    path = make_file(planned_content, "rewritten")
+    source, outline = os.open(path, os.O_RDONLY), sparse_outline(len(other))
     with harness.uploader.job() as job:
         planned = job.plan(
-            source, size_bytes=len(CONTENT), limit_bytes=1 << 30, is_hashed=True, name="m"
+            source, size_bytes=len(other), limit_bytes=1 << 30, is_hashed=True, name="m"
         )
         memory = harness.memory.create(planned.device_bytes)
         with open(path, "r+b") as file:

@@ -234,8 +234,7 @@ class _Jobs:
         """``held``: descriptors to close afterwards. Returns None if the daemon gave the job up."""
         (source,) = held
         layout = plan(source, request)
-        fingerprint = layout.fingerprint()
-        self._send(duties.PlanUploadReply(request.job, layout.size_bytes, fingerprint))
+        self._send(duties.PlanUploadReply(request.job, layout.size_bytes, layout.fingerprint()))
         # The daemon makes the memory meanwhile: a first context takes longer than that.
         index = self._index()
         begin = inbox.get()
@@ -255,8 +254,9 @@ class _Jobs:
                 name=request.name,
             )
             driver().synchronize(index)
-            # What was read has to match the plan, because clients compute the layout again.
-            if _layout(outline, layout.file_bytes, request.name).fingerprint() != fingerprint:
+            # What was read has to match the plan, because clients compute the layout again. Not
+            # by fingerprints: whoever writes the file could make two layouts of one fingerprint.
+            if _layout(outline, layout.file_bytes, request.name) != layout:
                 raise FileChanged(f"{request.name} changed while it was being read; load it again")
         made = self._memory.get(request.job)
         if made is None:
