@@ -381,6 +381,36 @@ def test_only_one_job_is_parsed_at_a_time_and_that_one_is_to_blame(
     assert all("died" in text or "does not take jobs" in text for text in errors)
 
 
+def test_one_that_is_parsed_for_long_holds_no_other_up_and_stays_to_blame(
+    make: Callable[..., Harness], source: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploading, "_PARSING_PATIENCE_S", 0.1)
+    harness = make(stall_timeout_s=20.0)
+    plan = {"size_bytes": len(CONTENT), "limit_bytes": 1 << 30, "is_hashed": True, "name": "m"}
+    with harness.uploader.job() as slow, harness.uploader.job() as other:
+        hanging = threading.Event()
+
+        def hang(request: object, source: int) -> None:
+            hanging.set()  # The request is kept back: the process does not answer it.
+
+        monkeypatch.setattr(slow, "_send", hang)
+
+        def run() -> None:
+            with pytest.raises(DriverFailure, match="died"):
+                slow.plan(source, **plan)  # type: ignore[arg-type]
+
+        thread = start(run)
+        assert hanging.wait(PATIENCE_S)
+        other.plan(source, **plan)  # type: ignore[arg-type]
+        os.kill(harness.pid, signal.SIGSTOP)
+        threading.Timer(0.5, os.kill, (harness.pid, signal.SIGKILL)).start()
+        with harness.uploader.job() as beside, pytest.raises(DriverFailure):
+            beside.plan(source, **plan)  # type: ignore[arg-type]
+        thread.join(PATIENCE_S)
+    assert not slow.is_innocent
+    assert beside.is_innocent
+
+
 def start(function: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=function)
     thread.start()

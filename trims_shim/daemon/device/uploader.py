@@ -9,8 +9,8 @@ is :class:`trims_shim.daemon.device.uploading.Uploader`.
 
 A job is a thread. The main thread only receives, so that the daemon's packets never pile up. A
 source that becomes shorter while it is parsed causes SIGBUS and the end of this process, so the
-daemon lets one job at a time parse (:mod:`trims_shim.daemon.device.uploading`). Once parsed, a
-source is only read with pread.
+daemon lets one job at a time parse, and others beside it only if that takes long
+(:mod:`trims_shim.daemon.device.uploading`). Once parsed, a source is only read with pread.
 """
 
 from __future__ import annotations

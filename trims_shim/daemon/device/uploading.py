@@ -7,7 +7,8 @@ kept (``ipc``).
 
 Jobs are methods that block, for worker threads. Anybody's file may kill the process while it is
 parsed, so only one job at a time parses. It is to blame if the process dies then, and the others
-may be repeated (:attr:`Job.is_innocent`).
+may be repeated (:attr:`Job.is_innocent`). One whose file does not answer holds them up only
+briefly: then they are parsed beside it, and it stays to blame.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _logger = logging.getLogger("trims_shim.daemon")
 
 STALL_TIMEOUT_S = 60.0
 """Longest silence of a job. A context on a machine of many GPUs takes up to some ten seconds."""
+_PARSING_PATIENCE_S = 2.0
+"""Far longer than parsing takes, unless the file's server does not answer."""
 _SEND_TIMEOUT_S = 10
 _END_PATIENCE_S = 5.0
 _BOOT = (
@@ -213,11 +216,15 @@ class Job:
         request = duties.PlanUploadRequest(
             self.number, size_bytes, limit_bytes, is_hashed, handover.clipped(name)
         )
-        with self._parsing:
+        is_alone = self._parsing.acquire(timeout=_PARSING_PATIENCE_S)
+        try:
             self._send(request, source)
-            self._is_planned = self._is_blamed = True
+            self._is_planned, self._is_blamed = True, is_alone
             planned = self._wait(duties.PlanUploadReply, _ignore)
             self._is_blamed = False
+        finally:
+            if is_alone:
+                self._parsing.release()
         if not 0 < planned.device_bytes <= limit_bytes:
             raise WireError(f"the uploader plans {planned.device_bytes} bytes of {limit_bytes}")
         return planned
