@@ -219,6 +219,15 @@ def test_no_thread_is_woken_where_no_uploader_is_idle(harness: Harness) -> None:
     assert harness.loader._retiring is None
 
 
+def test_uploaders_are_told_later_what_they_had_no_room_for(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tended: list[Uploader] = []
+    monkeypatch.setattr(Uploader, "tend", lambda uploader: tended.append(uploader))
+    harness.loader.tend()
+    assert tended == [harness.loader.uploader]
+
+
 def test_an_uploader_is_replaced_whenever_it_is_idle(harness: Harness) -> None:
     harness.loader.uploader._idle_s = 0.0
     for _ in range(2):

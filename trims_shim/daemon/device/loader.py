@@ -187,6 +187,8 @@ class DeviceLoader(Loads[DeviceSegment]):
     def tend(self) -> None:
         """See :meth:`Loads.tend`."""
         super().tend()
+        for uploader in self._uploaders():
+            uploader.tend()
         is_retiring = self._retiring is not None and not self._retiring.done()
         if not is_retiring and any(each.is_idle() for each in self._uploaders()):
             # Not here: starting the next process may hang, with the disk its interpreter is on.

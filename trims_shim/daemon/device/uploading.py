@@ -13,6 +13,7 @@ briefly: then they are parsed beside it, and it stays to blame.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import logging
@@ -129,6 +130,12 @@ class Uploader:
         """The running process's pid, or None."""
         process = self._process
         return None if process is None or process.is_dead else process.pid
+
+    def tend(self) -> None:
+        """Tell the process what it had no room for. Call it now and then; it never waits."""
+        process = self._process
+        if process is not None:
+            process.tell_rest()
 
     def is_idle(self) -> bool:
         """Whether a process has worked and has been idle for a while. Never waits."""
@@ -357,6 +364,8 @@ class _Process:
         self._is_ended = False
         self._on_death = on_death
         self._sending = threading.Lock()
+        self._telling = threading.Lock()
+        self._untold: collections.deque[bytes] = collections.deque()
         self._deciding = threading.Lock()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.ExitStack() as undo:
@@ -394,10 +403,17 @@ class _Process:
             handover.send(self._connection, message, descriptor=descriptor)
 
     def tell(self, message: Any) -> None:
-        """Send a message without an answer; a process that hangs may miss it. Never waits."""
-        with contextlib.suppress(OSError):
-            flags = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
-            self._connection.send(codec.encode(message), flags)
+        """Send a message without an answer. Never waits: what finds no room is told later."""
+        self._untold.append(codec.encode(message))
+        self.tell_rest()
+
+    def tell_rest(self) -> None:
+        """Send what found no room before: many images may go faster than their memory is freed."""
+        flags = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
+        with self._telling, contextlib.suppress(OSError):
+            while self._untold:
+                self._connection.send(self._untold[0], flags)
+                self._untold.popleft()
 
     def end(self) -> None:
         """Close this side of the socket, upon which the process ends."""
