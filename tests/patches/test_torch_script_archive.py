@@ -6,6 +6,7 @@ import contextlib
 import io
 import pickle
 import random
+import re
 import struct
 import warnings
 import zipfile
@@ -219,6 +220,39 @@ def test_names_that_differ_in_case_only_are_refused(archive: bytes) -> None:
         opened.writestr(f"{opened.namelist()[0].partition('/')[0]}/DATA.pkl", b"")
     with pytest.raises(UnsupportedFormat, match="of one name"):
         read_script(made)
+
+
+def test_names_that_zipfile_reads_differently_are_refused(archive: bytes) -> None:
+    renamed = archive.replace(b"/constants.pkl", b"/data/99\0xyzab")
+    with pytest.raises(UnsupportedFormat, match="torch does not write"):
+        read_script(io.BytesIO(renamed))
+
+
+def test_records_that_the_end_record_does_not_count_are_refused(archive: bytes) -> None:
+    shorter = bytearray(changed(archive))
+    count = int.from_bytes(shorter[-12:-10], "little") - 1
+    struct.pack_into("<HH", shorter, len(shorter) - 14, count, count)
+    with pytest.raises(CorruptFile, match=f"{count} records at"):
+        read_script(io.BytesIO(shorter))
+
+
+def test_a_directory_that_only_zipfile_reads_is_refused(archive: bytes) -> None:
+    content = changed(archive)
+    size, start = struct.unpack_from("<II", content, len(content) - 10)
+    directory, end = content[start : start + size], bytearray(content[-22:])
+    place = start + size + len(end)
+    # The end record's comment is the directory that it gives the place of: torch's.
+    struct.pack_into("<IH", end, 16, place, size)
+    moved = bytearray(directory)
+    for match in re.finditer(rb"PK\x01\x02", directory):
+        at = match.start() + 42
+        (offset,) = struct.unpack_from("<I", moved, at)
+        struct.pack_into("<I", moved, at, offset + place - start)
+    crafted = content[:start] + moved + end + directory
+    assert zipfile.ZipFile(io.BytesIO(crafted)).testzip() is None
+    torch._C.PyTorchFileReader(io.BytesIO(crafted))
+    with pytest.raises(FormatError):
+        read_script(io.BytesIO(crafted))
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"no archive" * 100])

@@ -34,7 +34,9 @@ __all__ = [
     "FOREIGN_FLAGS",
     "LOCAL_SIGNATURE",
     "RECORD_ALIGNMENT_BYTES",
+    "TAIL_BYTES",
     "TorchArchive",
+    "find_directory",
     "read_archive",
 ]
 
@@ -50,6 +52,8 @@ _LOCAL_BYTES = 30
 _END = struct.Struct("<IHHHHIIH")
 _END64 = struct.Struct("<IQ4xIIQQQQ")
 _LOCATOR = struct.Struct("<IIQI")
+TAIL_BYTES = _END64.size + _LOCATOR.size + _END.size
+"""What torch writes after the directory."""
 _EXTRA = struct.Struct("<HH")
 
 _IN_ZIP64 = 0xFFFFFFFF
@@ -90,21 +94,24 @@ def read_archive(buffer: Any) -> TorchArchive:
     Raises TruncatedFile, CorruptFile or UnsupportedFormat.
     """
     view = memoryview(buffer).cast("B")
-    count, start, size = _find_directory(view)
+    if len(view) < 4:
+        raise TruncatedFile(f"archive of {len(view)} bytes: shorter than a zip signature")
+    if bytes(view[:4]) != b"PK\x03\x04":
+        raise UnsupportedFormat("the file does not begin with a zip record")
+    count, start, size = find_directory(view)
     names, spans = _read_records(view, bytes(view[start : start + size]), count, start)
     records = dict(zip(_relative_names(names), spans, strict=True))
     _check_version(view, records)
     return TorchArchive(records, _read_byteorder(view, records))
 
 
-def _find_directory(view: memoryview) -> tuple[int, int, int]:
-    """(records, offset, size) of the central directory (4.3.14 to 4.3.16)."""
-    total = len(view)
-    if total < 4:
-        raise TruncatedFile(f"archive of {total} bytes: shorter than a zip signature")
-    if bytes(view[:4]) != b"PK\x03\x04":
-        raise UnsupportedFormat("the file does not begin with a zip record")
-    end = total - _END.size
+def find_directory(view: memoryview, before: int = 0) -> tuple[int, int, int]:
+    """(records, offset, size) of the central directory (4.3.14 to 4.3.16).
+
+    ``view`` is the archive, or its end of at least ``TAIL_BYTES``; ``before`` are the bytes that
+    come before it. Raises TruncatedFile, CorruptFile or UnsupportedFormat.
+    """
+    end = len(view) - _END.size
     if end < 0 or bytes(view[end : end + 4]) != b"PK\x05\x06":
         _refuse_ending(view)
     _, disk, directory_disk, here, count, size, start, comment = _END.unpack_from(view, end)
@@ -116,7 +123,7 @@ def _find_directory(view: memoryview) -> tuple[int, int, int]:
         raise UnsupportedFormat(f"{here} of {count} records are on this disk")
     locator = end - _LOCATOR.size
     if locator >= 0 and bytes(view[locator : locator + 4]) == b"PK\x06\x07":
-        end, count64, size64, start64 = _read_end64(view, locator)
+        end, count64, size64, start64 = _read_end64(view, before, locator)
         for name, short, wide, mark in (
             ("record count", count, count64, _IN_ZIP64_SHORT),
             ("directory size", size, size64, _IN_ZIP64),
@@ -125,7 +132,7 @@ def _find_directory(view: memoryview) -> tuple[int, int, int]:
             if short not in (wide, mark):
                 raise CorruptFile(f"{name}: {short} in the end record, {wide} in the zip64 one")
         count, size, start = count64, size64, start64
-    _check_directory(count, start, size, end)
+    _check_directory(count, start, size, before + end)
     return count, start, size
 
 
@@ -136,23 +143,28 @@ def _refuse_ending(view: memoryview) -> NoReturn:
     raise TruncatedFile("no zip end record: the file ends before its central directory")
 
 
-def _read_end64(view: memoryview, locator: int) -> tuple[int, int, int, int]:
-    """(offset of the zip64 end record, records, directory size, directory offset)."""
+def _read_end64(view: memoryview, before: int, locator: int) -> tuple[int, int, int, int]:
+    """(offset in ``view`` of the zip64 end record, records, directory size, directory offset)."""
     _, disk, offset, disks = _LOCATOR.unpack_from(view, locator)
     if disk or disks != 1:
         raise UnsupportedFormat("the archive is split over several disks")
-    if offset + _END64.size > locator:
-        raise CorruptFile(f"zip64 end record at {offset}: not before its locator at {locator}")
+    place = offset - before
+    if place < 0:
+        raise UnsupportedFormat(f"zip64 end record at {offset}: too long")
+    if place + _END64.size > locator:
+        raise CorruptFile(
+            f"zip64 end record at {offset}: not before its locator at {before + locator}"
+        )
     signature, size, disk, directory_disk, here, count, length, start = _END64.unpack_from(
-        view, offset
+        view, place
     )
     if signature != _END64_SIGNATURE:
         raise CorruptFile(f"zip64 end record at {offset}: wrong signature {signature:#x}")
-    if offset + 12 + size != locator:
+    if place + 12 + size != locator:
         raise CorruptFile(f"zip64 end record at {offset}: {size} bytes do not reach its locator")
     if disk or directory_disk or here != count:
         raise UnsupportedFormat("the archive is split over several disks")
-    return offset, count, length, start
+    return place, count, length, start
 
 
 def _check_directory(count: int, start: int, size: int, stop: int) -> None:

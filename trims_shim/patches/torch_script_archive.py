@@ -23,6 +23,8 @@ from trims_shim.formats.torch_zip import (
     FOREIGN_FLAGS,
     LOCAL_SIGNATURE,
     RECORD_ALIGNMENT_BYTES,
+    TAIL_BYTES,
+    find_directory,
 )
 from trims_shim.patches.torch_script_pickle import ScriptTensor, read_script_pickle
 from trims_shim.specs import Span
@@ -88,6 +90,7 @@ def read_script(file: BinaryIO) -> Script:
 
 
 def _read(file: BinaryIO, archive: zipfile.ZipFile) -> Script:
+    _refuse_other_directory(file, archive)
     entries = _entries(archive)
     if _PICKLE not in entries or "constants.pkl" not in entries:
         raise UnsupportedFormat("not a TorchScript archive")
@@ -114,6 +117,14 @@ def _refuse_many_records(file: BinaryIO) -> None:
     is_end = signature == _END_SIGNATURE and count > _FEW_RECORDS
     if is_end and size_bytes < count * _BYTES_TO_RECORD:
         raise UnsupportedFormat(f"{count} records in {size_bytes} bytes: torch is as quick")
+
+
+def _refuse_other_directory(file: BinaryIO, archive: zipfile.ZipFile) -> None:
+    """Python's zipfile takes the directory before the end record, torch the one that this names."""
+    before = max(0, file.seek(0, 2) - TAIL_BYTES)
+    count, start, _ = find_directory(memoryview(_bytes_at(file, before, TAIL_BYTES)), before)
+    if (count, start) != (len(archive.infolist()), archive.start_dir):
+        raise CorruptFile(f"{count} records at {start} in the end record, others before it")
 
 
 def _refuse_much_else(large_bytes: int, rest_bytes: int, pickle_bytes: int) -> None:
@@ -148,7 +159,9 @@ def _entries(archive: zipfile.ZipFile) -> Mapping[str, _Entry]:
 def _is_odd(info: zipfile.ZipInfo) -> bool:
     """Whether torch may refuse a record that Python's zipfile takes."""
     is_cut = info.compress_type == zipfile.ZIP_STORED and info.compress_size != info.file_size
-    return bool(is_cut or info.flag_bits & FOREIGN_FLAGS or info.external_attr & DIRECTORY)
+    # zipfile ends names at a NUL, and takes them from extra fields.
+    is_odd = is_cut or info.filename != info.orig_filename
+    return bool(is_odd or info.flag_bits & FOREIGN_FLAGS or info.external_attr & DIRECTORY)
 
 
 def _may_be_weight(name: str, info: zipfile.ZipInfo) -> bool:
