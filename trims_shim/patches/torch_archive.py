@@ -77,6 +77,10 @@ class ArchiveReader(_FileReader):  # type: ignore[misc]
         self._is_asked = False
         self._served: ServedArchive | None = None
 
+    def __repr__(self) -> str:
+        # Errors of torch print it, where a damaged pickle gives a wrong argument.
+        return f"<{_FileReader.__module__}.{_FileReader.__qualname__} object at {id(self):#x}>"
+
     def served(self) -> ServedArchive | None:
         """Return the cached archive; asks on first use, so that lazy loads cost nothing."""
         if not self._is_asked:
