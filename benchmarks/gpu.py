@@ -48,6 +48,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="rounds of every comparison")
     models = list(dict.fromkeys((*FULL.models, *TRIAL.models)))
     parser.add_argument("--models", nargs="+", choices=models, help="what to start cold")
+    parser.add_argument("--essential", action="store_true", help="fewer ways of loading a model")
     parser.add_argument("--only", nargs="+", choices=list(_SECTIONS), default=list(_SECTIONS))
     parser.add_argument("--trial", action="store_true", help="tiny models, to try the run out")
     parser.add_argument("--name", default="gpu", help="name of the result files")
@@ -55,7 +56,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    changes: Result = {}
+    changes: Result = {"is_essential": options.essential}
     if options.rounds:
         changes["rounds"] = options.rounds
     if options.models:

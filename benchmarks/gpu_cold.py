@@ -175,7 +175,7 @@ def _available(run: Run) -> dict[str, Side]:
     if run.plan.device == "cpu" or importlib.util.find_spec("fastsafetensors") is None:
         sides.pop("fastsafetensors")
         run.left_out.append("fastsafetensors: not installed, or no device")
-    return sides
+    return _essential(sides) if run.plan.is_essential else sides
 
 
 def _learn_imports(bench: Bench, sides: dict[str, Side]) -> dict[str, Side]:

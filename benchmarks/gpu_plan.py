@@ -71,6 +71,8 @@ class Plan:
     shared_model: str
     copied_bytes: int
     is_trial: bool
+    is_essential: bool = False
+    """Only the baselines, a hit, a first load and the ideal, of every model."""
 
 
 FULL = Plan(
