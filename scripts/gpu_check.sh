@@ -223,7 +223,7 @@ if has_step tests || has_step mps; then
 fi
 
 if has_step tests; then
-    watching=(tests/gpu/test_gpu_memory.py tests/gpu/test_gpu_namespaces.py)
+    watching=(tests/gpu/test_gpu_namespaces.py tests/gpu/test_gpu_memory.py)
     began=$SECONDS
     run tests "$limit_s" env "${variables[@]}" "${check[@]}" "${beside[@]}" --maxfail 40 tests/gpu \
         --ignore tests/gpu/test_gpu_onnxruntime.py "${watching[@]/#/--ignore=}"
