@@ -118,7 +118,7 @@ def test_a_run_that_is_cut_off_has_a_report(tmp_path: Path) -> None:
     (report,) = tmp_path.iterdir()
     found = json.loads(report.read_text())
     assert [step["status"] for step in found["steps"]] == [0, 143]
-    assert found["tests"][0]["outcome"] == "skipped"
+    assert "skipped" in {each["outcome"] for each in found["tests"]}
 
 
 def test_benchmarks_that_are_ended_leave_no_checkpoints(tmp_path: Path) -> None:
