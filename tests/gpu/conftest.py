@@ -49,6 +49,16 @@ def open_device(path):
 """
 
 
+_is_worker = False
+"""Of pytest-xdist. Not told by the environment: that of a dry run may be a worker's."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Note what this process is."""
+    global _is_worker
+    _is_worker = hasattr(config, "workerinput")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Everything in this directory is marked; nobody can forget it.
@@ -75,7 +85,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     A worker of pytest-xdist leaves that to the process that has started it.
     """
     path = os.environ.get("GPU_CHECK_TESTS")
-    if not path or "PYTEST_XDIST_WORKER" in os.environ:
+    if not path or _is_worker:
         return
     if report.when != "call" and report.passed:
         return
