@@ -213,7 +213,10 @@ def open(
         # O_NONBLOCK: a pipe is refused, not waited for.
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError as error:
-        if "://" in name:
+        ensure_imported("trims_shim.remote.listing")
+        from trims_shim.remote.listing import is_url
+
+        if is_url(name):
             advice = "a URL is not a file: open what trims_shim.fetch returns for it"
             raise FileNotFoundError(errno.ENOENT, advice, name) from error
         raise
