@@ -354,7 +354,8 @@ def test_many_connections_share_a_turn(make_world: Any) -> None:
     # The first turn began with one of them; afterwards all are ready.
     shared = handled[server_module._PACKETS_PER_TURN :][: 2 * server_module._PACKETS_PER_TURN]
     runs = [len(list(run)) for _, run in itertools.groupby(shared)]
-    assert max(runs) <= server_module._PACKETS_PER_TURN // clients
+    # One may be the last of a turn and the first of the next, as a turn begins anywhere.
+    assert max(runs) <= 2 * (server_module._PACKETS_PER_TURN // clients)
 
 
 def test_many_connections_of_a_user_leave_time_to_others(make_world: Any) -> None:
