@@ -252,6 +252,23 @@ class TestExhaustion:
         assert open_descriptors() <= before
 
 
+def test_a_forked_process_keeps_nothing_writable(memory: HostMemory) -> None:
+    """The daemon forks to start others while it fills segments, and they close files at first."""
+    segment = memory.create(PAGE_BYTES)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    try:
+        segment.seal().close()
+    finally:
+        os.close(writer)
+        os.close(reader)
+        os.waitpid(child, 0)
+
+
 class TestNames:
     """Those that files have on the way, here in an ordinary directory."""
 

@@ -93,6 +93,9 @@ class WritableSegment:
             self._map = mmap.mmap(
                 writable, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE
             )
+            # A process that is being started (:func:`trims_shim.children.launch`) is at first a
+            # copy of this one: with a mapping of its own, the memfd could not be sealed.
+            self._map.madvise(mmap.MADV_DONTFORK)
             if wants_advice:
                 self._map.madvise(mmap.MADV_HUGEPAGE)
                 self._map.madvise(_MADV_POPULATE_WRITE)
