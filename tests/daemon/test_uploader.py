@@ -10,11 +10,13 @@ import os
 import queue
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from blake3 import blake3
@@ -829,6 +831,33 @@ class TestLegacy:
             return self._linear(harness) == 0
 
         wait_until(is_freed, "it is freed")
+
+    def test_freeing_does_not_wait_for_a_process_that_is_started(
+        self, make: Callable[..., Harness], source: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The server's thread frees what was lost with a process, while a load starts another."""
+        harness = make(backend="ipc")
+        number, _ = self.upload(harness, source)
+        os.kill(harness.pid, signal.SIGKILL)
+        wait_until(lambda: not harness.uploader.keeps(number), "its memory is lost")
+        is_starting, may_start = threading.Event(), threading.Event()
+        launch = uploading._launch
+
+        def hang(*arguments: Any) -> subprocess.Popen[bytes]:
+            is_starting.set()
+            may_start.wait(PATIENCE_S)
+            return launch(*arguments)
+
+        monkeypatch.setattr(uploading, "_launch", hang)
+        starter = start(harness.uploader.start)
+        assert is_starting.wait(PATIENCE_S)
+        freer = start(lambda: harness.uploader.free(number))
+        freer.join(1.0)
+        is_freed = not freer.is_alive()
+        may_start.set()
+        starter.join(PATIENCE_S)
+        freer.join(PATIENCE_S)
+        assert is_freed
 
     def test_memory_that_is_read_is_freed_afterwards(self) -> None:
         """Found: an image that was evicted while it was verified was freed under the copy."""

@@ -112,13 +112,15 @@ class Uploader:
                     process.end()
 
     def free(self, job: int) -> None:
-        """Free the memory that a job made; its process may be gone, and the memory with it."""
-        with self._lock:
-            process = self._process
-            if process is not None and job in process.memory:
-                process.memory.discard(job)
-                process.idle_since_s = time.monotonic()
-                process.tell(duties.JobRelease(job))
+        """Free the memory that a job made; its process may be gone, and the memory with it.
+
+        Never waits for the lock: whoever has it may start a process, which may hang.
+        """
+        process = self._process
+        if process is not None and job in process.memory:
+            process.idle_since_s = time.monotonic()  # First: without memory it may be replaced.
+            process.memory.discard(job)
+            process.tell(duties.JobRelease(job))
 
     def keeps(self, job: int) -> bool:
         """Whether the memory that a job made exists."""
