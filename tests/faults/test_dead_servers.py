@@ -12,6 +12,7 @@ import pytest
 from harness import World, content, process_state, wait_until
 
 from faults.dead_server import DeadServer
+from faults.device_worlds import GPU, Background, MakeWorld, model
 from trims_shim.daemon.loader import CONCURRENT_LOADS
 
 _CLIENT = """
@@ -184,3 +185,22 @@ def test_a_directory_of_temporary_files_that_is_not_needed(
         "say(choose(config.load(places)).directory)\n"
     )
     assert child.hear(10) == os.path.join(world.root, "trims")
+
+
+def test_loads_onto_a_device_beside_a_dead_file(
+    make_device_world: MakeWorld, serve: Callable[..., DeadServer]
+) -> None:
+    """Found: the uploader hung in its mapping, with Python's lock held."""
+    world, server = make_device_world(), serve()
+    world.start()
+    hung = world.spawn(
+        _CLIENT.format(path=os.path.join(server.path, "a"))
+        + f"connection.open_image(descriptor, 'on a server', tier={GPU!r})\n"
+    )
+    wait_until(lambda: server.loads, "it is read")
+    began = time.monotonic()
+    loads = [Background(world, model(world, seed)) for seed in (1, 2)]
+    assert [each.join() for each in loads] == [("miss", True)] * 2
+    assert time.monotonic() - began < 25, "as long as it takes until loads are given up"
+    hung.kill()
+    server.close()

@@ -93,8 +93,9 @@ def plan(source: int, request: duties.PlanUploadRequest) -> DeviceLayout:
     """Plan where the tensors of a source will be.
 
     Raises FormatError if it is not a model file, or takes more memory than it is worth; FileChanged
-    when it has become shorter.
+    when it has become shorter; ReadFailed.
     """
+    _await_answer(source, request)
     layout = _layout(source, request.size_bytes, request.name)
     outline_bytes = sum(span.size_bytes for span in layout.outline())
     if layout.size_bytes > request.limit_bytes:
@@ -105,6 +106,18 @@ def plan(source: int, request: duties.PlanUploadRequest) -> DeviceLayout:
     if outline_bytes > max(layout.size_bytes, _OUTLINE_FLOOR_BYTES):
         raise UnsupportedFormat(f"{request.name}: most of it ({outline_bytes} bytes) is no tensor")
     return layout
+
+
+def _await_answer(source: int, request: duties.PlanUploadRequest) -> None:
+    """Wait until a source's server answers, in this thread only. Raises ReadFailed.
+
+    A page of its mapping is waited for with Python's lock held, and no other thread runs.
+    """
+    try:
+        for offset in (0, request.size_bytes - 1):  # parsing begins at either end
+            os.pread(source, 1, offset)
+    except OSError as error:
+        raise ReadFailed(f"{request.name}: {error}") from error
 
 
 def _layout(descriptor: int, size_bytes: int, name: str) -> DeviceLayout:
