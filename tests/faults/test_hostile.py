@@ -322,6 +322,49 @@ def test_packets_without_end_before_an_offer(make_world: Any) -> None:
     assert 0 < searched[0] < 1000, searched
 
 
+def test_packets_between_the_offers_of_a_request(make_world: Any) -> None:
+    """Found: nobody else was served for ten seconds, as each offer had a time of its own."""
+    world = make_world()
+    daemon = InProcessDaemon(world)
+    connection = world.connection()
+    on_packet, on_request = daemon.server._on_packet, daemon.server._on_request
+    tickets = iter(range(100, 150))
+    handled: list[bool] = []
+    is_asked = threading.Event()
+
+    def go_on(session: Any, message: Any) -> None:
+        if not isinstance(message, messages.LeaseRelease):
+            return on_packet(session, message)
+        end_s = time.thread_time() + 0.001
+        while time.thread_time() < end_s:
+            pass
+        handled.append(is_asked.is_set())
+        if is_asked.is_set() and handled.count(True) % 10 == 0:
+            offer = messages.FileOffer(next(tickets))
+            connection._send_handover(offer, descriptor)
+        connection.release(1)
+        return None
+
+    def ask(request: Request, message: Any) -> None:
+        is_asked.set()
+        on_request(request, message)
+
+    daemon.server._on_packet = go_on  # type: ignore[method-assign]
+    daemon.server._on_request = ask  # type: ignore[method-assign]
+    recipe = messages.SessionRecipe("1.20", "build", (("CPUExecutionProvider",),), "")
+    externals = tuple(messages.OfferedExternal(str(ticket), ticket) for ticket in range(100, 140))
+    request = messages.OpenPreparedRequest(0, "/model", "", recipe, "", externals=externals)
+    descriptor = os.open(world.file(1), os.O_RDONLY)
+    try:
+        connection.release(1)
+        with pytest.raises(AccessDenied, match="no file was offered under ticket"):
+            connection.request(request)
+    finally:
+        os.close(descriptor)
+        connection.close()
+        daemon.close()
+
+
 def test_many_connections_share_a_turn(make_world: Any) -> None:
     """All have more packets than fit a turn; those of one are not all handled before another's."""
     world = make_world()

@@ -65,8 +65,9 @@ _PACKETS_OF_A_GREETING = 2
 _PACKETS_BEFORE_AN_OFFER = 4096
 """More than the kernel queues on one socket (net.core.wmem_default, 212992 bytes)."""
 _SEARCH_S = 0.05
-"""Of the processor's time, for the packets before an offer. Some hundred releases, all that an
-honest client has waiting, take a tenth of it; one that goes on sending is not followed."""
+"""Of the processor's time in a turn, for the packets before a client's offers: a request may name
+hundreds. Some hundred releases, all that an honest client has waiting, take a tenth of it; one that
+goes on sending is not followed."""
 _WARNING_INTERVAL_S = 60.0
 _WATCHING = (admin.GetStatusRequest, admin.ListImagesRequest)
 """Answers to these are long."""
@@ -123,6 +124,8 @@ class Server(Daemon):
         """Requests for the status, by session. It takes long, and must not delay others."""
         self._jobs: Counter[int] = Counter()
         """Images being verified, by user."""
+        self._searched_s: defaultdict[int, float] = defaultdict(float)
+        """How long offers were looked for in this turn, by session."""
         self._last_active = time.monotonic()
         self._next_housekeeping = 0.0
         self._next_progress = 0.0
@@ -159,6 +162,7 @@ class Server(Daemon):
 
     def _turn(self) -> None:
         ready = self._selector.select(self._timeout())
+        self._searched_s.clear()
         packets = max(1, _PACKETS_PER_TURN // max(1, len(ready)))
         # From anywhere on, so that it is always others of a user's for whom no time is left.
         first = random.randrange(len(ready)) if ready else 0
@@ -416,16 +420,21 @@ class Server(Daemon):
         offer = session.offers.pop(ticket, None)
         if offer is None and request.routing is not None:
             # The offer was sent first but on another socket: it is in that socket's buffer now.
-            end_s = time.thread_time() + _SEARCH_S
-            self._read_session(
-                session,
-                _PACKETS_BEFORE_AN_OFFER,
-                is_enough=lambda: ticket in session.offers or time.thread_time() >= end_s,
-            )
+            self._search(session, ticket)
             offer = session.offers.pop(ticket, None)
         if offer is None:
             raise AccessDenied(f"no file was offered under ticket {ticket}")
         return offer
+
+    def _search(self, session: Session, ticket: int) -> None:
+        began_s = time.thread_time()
+        end_s = began_s + _SEARCH_S - self._searched_s[session.number]
+        self._read_session(
+            session,
+            _PACKETS_BEFORE_AN_OFFER,
+            is_enough=lambda: ticket in session.offers or time.thread_time() >= end_s,
+        )
+        self._searched_s[session.number] += time.thread_time() - began_s
 
     def hand_over(self, session: Session, message: Any, descriptor: int | None = None) -> None:
         """See :class:`Front`."""
