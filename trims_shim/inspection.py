@@ -99,7 +99,10 @@ try:
 except DriverFailure as error:
     problem = str(error)
 free = [nvml.free_bytes(each.id) for each in devices]
-rows = [[*astuple(each), -1 if n is None else n] for each, n in zip(devices, free)]
+rows = [
+    [*astuple(each)[:-1], -1 if n is None else n, each.is_exclusive]
+    for each, n in zip(devices, free)
+]
 print(json.dumps([problem, nvml.driver_version() or "", rows]))
 """
 
@@ -137,6 +140,7 @@ class DeviceFound:
     """A device that this process may use; ``index`` as CUDA numbers it here.
 
     ``can_export``: its memory can be shared read-only. ``free_bytes``: by NVML; -1 if unknown.
+    ``is_exclusive``: its compute mode lets one process at a time use it.
     """
 
     index: int
@@ -145,6 +149,7 @@ class DeviceFound:
     total_bytes: int
     can_export: bool
     free_bytes: int
+    is_exclusive: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,6 +463,11 @@ def _device_off(settings: Config) -> str:
 def _unfit(devices: tuple[DeviceFound, ...], settings: Config) -> str:
     if not devices:
         return "this process sees no CUDA device; look at CUDA_VISIBLE_DEVICES and `nvidia-smi -L`"
+    if all(each.is_exclusive for each in devices):
+        return (
+            "the compute mode of every device lets one process at a time use it; run `nvidia-smi "
+            "-c DEFAULT`, or MPS"
+        )
     if settings.device_backend == "vmm" and not any(each.can_export for each in devices):
         return "no device can export its memory as a descriptor; set TRIMS_DEVICE_BACKEND=ipc"
     return ""

@@ -440,7 +440,7 @@ def shown_device(support: DeviceSupport) -> str:
 
 def test_info_shows_devices() -> None:
     can = DeviceFound(0, FIRST, "NVIDIA H200", 141 * GIB, True, 120 * GIB)
-    cannot = DeviceFound(1, SECOND, "Old", GIB, False, -1)
+    cannot = DeviceFound(1, SECOND, "Old", GIB, False, -1, is_exclusive=True)
     shown = shown_device(DeviceSupport(True, "", "vmm", "580.82", "", (can, cannot)))
     assert shown.splitlines() == [
         "device memory (TRIMS_DEVICE_BACKEND=vmm)",
@@ -449,7 +449,8 @@ def test_info_shows_devices() -> None:
         "  cuda:0   NVIDIA H200, 141 GiB, 120 GiB free,",
         f"           {FIRST}",
         f"  cuda:1   Old, 1.0 GiB, free: ?, {SECOND};",
-        "           cannot export memory (backend vmm)",
+        "           cannot export memory (backend vmm); for one process at a time",
+        "           (compute mode)",
     ]
 
 
@@ -492,6 +493,7 @@ def test_why_device_memory_is_not_shared(machine: Callable[..., DeviceSupport]) 
         (["no libcuda", "", []], {}, "no libcuda"),
         (["", "580.82", []], {}, "CUDA_VISIBLE_DEVICES"),
         (["", "580.82", [old]], {}, "TRIMS_DEVICE_BACKEND=ipc"),
+        (["", "580.82", [[*ROW, True]]], {}, "nvidia-smi -c DEFAULT"),
         (["", "580.82", [ROW]], {"device": "0"}, "TRIMS_DEVICE=0 (argument)"),
         (["", "580.82", [ROW]], {"device_backend": "off"}, "TRIMS_DEVICE_BACKEND=off (argument)"),
         (NoAnswer("killed"), {}, "not tried: killed"),
@@ -544,6 +546,15 @@ def test_info_on_this_machine_leaves_the_driver_alone(trims: Trims) -> None:
     found = json.loads(done.stdout)["device"]
     assert found["is_available"] == (found["problem"] == "")
     assert not trims.sockets.exists()
+
+
+def test_info_tells_of_devices_for_one_process(
+    trims: Trims, make_emulated_environment: Callable[..., dict[str, str]]
+) -> None:
+    variables = make_emulated_environment(exclusive=1)
+    found = json.loads(trims("info", "--json", **variables).stdout)["device"]
+    assert "compute mode" in found["problem"]
+    assert [each["is_exclusive"] for each in found["devices"]] == [True]
 
 
 def test_info_asks_the_driver_of_the_machine(

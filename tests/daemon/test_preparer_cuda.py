@@ -192,6 +192,13 @@ class TestWithoutCuda:
             sessions_of(CUDA_RECIPE)
         assert (refused.value.reason, refused.value.is_lasting) == ("no_cuda", False)
 
+    @pytest.mark.parametrize("emulated_environment", [{"exclusive": 1}], indirect=True)
+    def test_a_device_for_one_process(self, emulated_cuda: Emulated) -> None:
+        provider = ("CUDAExecutionProvider", "device_id", emulated_cuda.ids[0])
+        with pytest.raises(Refusal, match="compute mode") as refused:
+            sessions_of(recipe(providers=(provider,)))
+        assert (refused.value.reason, refused.value.is_lasting) == ("no_cuda", False)
+
     def test_an_onnxruntime_of_another_build(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(CudaSessions, "index_of", lambda self, provider: 3)
         with pytest.raises(Refusal, match="built without") as refused:

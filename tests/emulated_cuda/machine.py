@@ -45,6 +45,8 @@ _SETTINGS = {
     "nvml",
     "peer",
     "vmm",
+    "exclusive",
+    "mps",
     "context_bytes",
     "copy_delay_ms",
     "fail",
@@ -79,6 +81,8 @@ def environment(
     - ``nvml_order``: CUDA's indices in NVML's order, ``"1,0"``. ``nvml=0``: NVML is out of order.
     - ``peer=0``: no access between devices; ``peer=2``: copies between devices end well, and what
       arrives is not what was sent. ``vmm=0``: no shareable memory handles.
+    - ``exclusive=1``: in the compute mode in which one process at a time has a context on a GPU;
+      with ``mps=1`` contexts are shared by MPS.
     """
     unknown = sorted(set(faults) - _SETTINGS)
     if unknown:

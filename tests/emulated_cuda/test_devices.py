@@ -221,6 +221,26 @@ class TestContexts:
         call("cuDevicePrimaryCtxRelease", 0)
         assert cuda.used_bytes(0) == 0
 
+    @pytest.mark.parametrize("emulated_environment", [{"exclusive": 1}], indirect=True)
+    def test_in_an_exclusive_mode_one_process_has_a_context(
+        self, cuda: emulation.Emulated, spawn: Callable[..., Child]
+    ) -> None:
+        child = spawn(
+            'call("cuInit", 0)\n'
+            'say(failure("cuDevicePrimaryCtxRetain", 0))\n'
+            "hear(); start(); say()\n"
+        )
+        assert child.hear()[0] == "DEVICE_UNAVAILABLE"
+        call("cuDevicePrimaryCtxRelease", 0)
+        child.say()
+        child.hear()
+
+    @pytest.mark.parametrize("emulated_environment", [{"exclusive": 1, "mps": 1}], indirect=True)
+    def test_mps_shares_its_context(
+        self, cuda: emulation.Emulated, spawn: Callable[..., Child]
+    ) -> None:
+        spawn("start(); say()").hear()
+
     @pytest.mark.parametrize(
         "emulated_environment", [{"context_bytes": 64 << 20, "copy_delay_ms": 100}], indirect=True
     )

@@ -168,6 +168,15 @@ def test_no_such_device(
     assert world.status().devices == ()
 
 
+def test_a_device_for_one_process_is_left_to_the_program(make_device_world: MakeWorld) -> None:
+    world = make_device_world({"exclusive": 1})
+    world.start()
+    path = model(world)
+    with connected(world) as connection, pytest.raises(UnknownDevice, match="compute mode"):
+        open_on(connection, path, GPU)
+    world.run("from trims_shim.memory.driver import driver\nwith driver().context(0): pass\n")
+
+
 # --- room -----------------------------------------------------------------------------------------
 
 

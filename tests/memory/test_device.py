@@ -248,6 +248,13 @@ def test_a_device_that_cannot_share_is_refused_and_the_backend_named(device: str
     assert DeviceMemory(device, "ipc").granularity_bytes == GRANULE
 
 
+@pytest.mark.parametrize("emulated_environment", [{"exclusive": 1}], indirect=True)
+@pytest.mark.parametrize("backend", ["vmm", "ipc"])
+def test_a_device_for_one_process_is_refused(device: str, backend: str) -> None:
+    with pytest.raises(DriverFailure, match=f"compute mode of {device}"):
+        DeviceMemory(device, backend)
+
+
 def test_an_unknown_device_is_refused(device: str) -> None:
     with pytest.raises(DriverFailure, match=f"MIG-1.*{device}"):
         DeviceMemory("MIG-1", "vmm")

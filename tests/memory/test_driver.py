@@ -188,6 +188,22 @@ def test_a_device_without_shareable_memory_says_so(opened: Driver) -> None:
     assert [each.can_share for each in opened.devices()] == [False]
 
 
+@pytest.mark.parametrize(
+    ("emulated_environment", "is_exclusive"),
+    [
+        ({}, False),
+        ({"exclusive": 1}, True),
+        ({"exclusive": 1, "mps": 1}, False),
+        pytest.param(
+            {"exclusive": 1, "mps": 1, "fail": "cuDeviceGetAttribute:4=1"}, True, id="old driver"
+        ),
+    ],
+    indirect=["emulated_environment"],
+)
+def test_whether_one_process_at_a_time_may_use_a_device(opened: Driver, is_exclusive: bool) -> None:
+    assert [each.is_exclusive for each in opened.devices()] == [is_exclusive]
+
+
 def test_neither_devices_nor_allocations_take_a_context(opened: Driver) -> None:
     opened.devices()
     handle = opened.create(0, opened.granularity(0))

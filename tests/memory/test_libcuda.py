@@ -17,6 +17,7 @@ from trims_shim.memory import libcuda
 from trims_shim.memory.libcuda import Library
 
 ENUMERATIONS = {
+    "CU_COMPUTEMODE_": "CUcomputemode",
     "CUDA_SUCCESS": "CUresult",
     "CU_DEVICE_ATTRIBUTE_": "CUdevice_attribute",
     "CU_DEVICE_P2P_ATTRIBUTE_": "CUdevice_P2PAttribute",

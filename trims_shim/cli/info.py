@@ -115,7 +115,8 @@ def _device(found: Description) -> str:
 def _found(device: DeviceFound) -> str:
     free = f"{size(device.free_bytes)} free" if device.free_bytes >= 0 else "free: ?"
     export = "" if device.can_export else "; cannot export memory (backend vmm)"
-    return f"{device.name}, {size(device.total_bytes)}, {free}, {device.id}{export}"
+    exclusive = "; for one process at a time (compute mode)" if device.is_exclusive else ""
+    return f"{device.name}, {size(device.total_bytes)}, {free}, {device.id}{export}{exclusive}"
 
 
 def _prepared(found: Description) -> str:

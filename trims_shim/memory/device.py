@@ -127,7 +127,14 @@ class DeviceMemory:
         self.backend = backend
         self._index = driver().index_of(device)
         self._is_vmm = backend == "vmm"
-        if self._is_vmm and not driver().devices()[self._index].can_share:
+        info = driver().devices()[self._index]
+        if info.is_exclusive:
+            # An uploader would have the context that the program needs.
+            raise DriverFailure(
+                f"the compute mode of {device} lets one process at a time use it; run `nvidia-smi "
+                "-c DEFAULT`, or MPS"
+            )
+        if self._is_vmm and not info.can_share:
             raise DriverFailure(
                 f"the driver cannot export memory of {device} as a descriptor; set "
                 "TRIMS_DEVICE_BACKEND=ipc, or TRIMS_DEVICE=0"

@@ -76,7 +76,8 @@ _DESCRIPTOR = libcuda.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 class DeviceInfo:
     """A device this process may use. ``index`` is CUDA's number in this process, and torch's.
 
-    ``can_share``: its memory can be exported as a descriptor.
+    ``can_share``: its memory can be exported as a descriptor. ``is_exclusive``: no second process
+    can have a context on it.
     """
 
     index: int
@@ -84,6 +85,7 @@ class DeviceInfo:
     name: str
     total_bytes: int
     can_share: bool
+    is_exclusive: bool
 
 
 class Driver:
@@ -316,6 +318,7 @@ class Driver:
             name=name,
             total_bytes=self._number("cuDeviceTotalMem", device),
             can_share=self._can_share(device),
+            is_exclusive=self._is_exclusive(device),
         )
 
     def _can_share(self, device: int) -> bool:
@@ -324,6 +327,18 @@ class Driver:
             libcuda.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
         )
         return all(self._number("cuDeviceGetAttribute", each, device) for each in needed)
+
+    def _is_exclusive(self, device: int) -> bool:
+        mode = libcuda.CU_DEVICE_ATTRIBUTE_COMPUTE_MODE
+        if self._number("cuDeviceGetAttribute", mode, device) == libcuda.CU_COMPUTEMODE_DEFAULT:
+            return False
+        try:
+            # MPS has the one context then, and shares it.
+            return not self._number(
+                "cuDeviceGetAttribute", libcuda.CU_DEVICE_ATTRIBUTE_MPS_ENABLED, device
+            )
+        except DriverFailure:  # a driver older than the question
+            return True
 
     def _primary(self, index: int) -> int:
         with self._lock:

@@ -85,8 +85,13 @@ unsigned contexts_active(void) {
 static CUresult create(CUcontext context, int ordinal) {
     char name[NAME_BYTES];
     uint64_t bytes = process.machine.context_bytes;
+    bool is_exclusive = process.machine.is_exclusive && !process.machine.has_mps;
     memset(context, 0, sizeof *context);
     context->memory = -1;
+    if (is_exclusive && registry_used(&process.machine, device_at(ordinal)->id, "context") > 0)
+        return CUDA_ERROR_DEVICE_UNAVAILABLE;
+    if (is_exclusive && bytes == 0)
+        bytes = 1; /* for others to see it */
     if (bytes == 0)
         return CUDA_SUCCESS;
     context->memory = registry_create(&process.machine, device_at(ordinal), "context", bytes, name);

@@ -111,6 +111,7 @@ EXPORT CUresult cuDeviceGetP2PAttribute(int *value, int which, CUdevice one, CUd
 
 /* CU_DEVICE_ATTRIBUTE_* of cuda.h. One that is not here is an error rather than a made-up value. */
 static bool attribute(const struct device *device, int which, int *value) {
+    int compute_mode = process.machine.is_exclusive ? 3 : 0; /* EXCLUSIVE_PROCESS, DEFAULT */
     const struct {
         int which, value;
     } attributes[] = {
@@ -118,7 +119,7 @@ static bool attribute(const struct device *device, int which, int *value) {
         {16, 132},                        /* MULTIPROCESSOR_COUNT */
         {18, 0},                          /* INTEGRATED */
         {19, 1},                          /* CAN_MAP_HOST_MEMORY */
-        {20, 0},                          /* COMPUTE_MODE */
+        {20, compute_mode},               /* COMPUTE_MODE */
         {32, 1},                          /* ECC_ENABLED */
         {33, device->gpu + 1},            /* PCI_BUS_ID */
         {34, 0},                          /* PCI_DEVICE_ID */
@@ -135,6 +136,7 @@ static bool attribute(const struct device *device, int which, int *value) {
         {115, 0},                         /* MEMORY_POOLS_SUPPORTED */
         {124, 0},                         /* DMA_BUF_SUPPORTED */
         {125, 0},                         /* IPC_EVENT_SUPPORTED */
+        {133, process.machine.has_mps},   /* MPS_ENABLED */
     };
     for (size_t i = 0; i < sizeof attributes / sizeof *attributes; i++)
         if (attributes[i].which == which) {

@@ -112,7 +112,7 @@ EXPORT CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes) {
         return CUDA_ERROR_INVALID_VALUE;
     const struct device *device = device_at(context_device(context));
     *total_bytes = device->total_bytes;
-    *free_bytes = device->total_bytes - registry_used(&process.machine, device->id);
+    *free_bytes = device->total_bytes - registry_used(&process.machine, device->id, "");
     return CUDA_SUCCESS;
 }
 

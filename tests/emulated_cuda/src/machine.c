@@ -95,6 +95,8 @@ bool machine_read(struct machine *machine) {
     machine->has_peer_access = number("PEER", 1) != 0;
     machine->loses_peer_copies = number("PEER", 1) == 2;
     machine->can_share = number("VMM", 1) != 0;
+    machine->is_exclusive = number("EXCLUSIVE", 0) != 0;
+    machine->has_mps = number("MPS", 0) != 0;
     machine->context_bytes = (uint64_t)number("CONTEXT_BYTES", 0);
     machine->copy_delay_ms = number("COPY_DELAY_MS", 0);
     for (int gpu = 0; gpu < machine->gpu_count; gpu++) {

@@ -31,6 +31,8 @@ struct machine {
     bool has_peer_access;
     bool loses_peer_copies; /* they end well, and other bytes arrive */
     bool can_share;
+    bool is_exclusive; /* a GPU has one process with a context at a time, unless MPS shares it */
+    bool has_mps;
     uint64_t context_bytes;
     long copy_delay_ms;
 };
@@ -63,8 +65,8 @@ int registry_create(const struct machine *machine, const struct device *device, 
 int registry_open(const struct machine *machine, const char *name);
 /* Whether a descriptor is device memory, and which. */
 bool registry_identify(int descriptor, struct trailer *trailer);
-/* Bytes that something alive holds. */
-uint64_t registry_used(const struct machine *machine, const char *device);
+/* Bytes that something alive holds: memory of a kind, or "" for all. */
+uint64_t registry_used(const struct machine *machine, const char *device, const char *kind);
 /* When a process started; 0 when there is none. */
 uint64_t registry_process_start(pid_t pid);
 

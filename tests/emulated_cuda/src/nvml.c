@@ -230,11 +230,11 @@ EXPORT nvmlReturn_t nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t device, uns
 
 static unsigned long long used(nvmlDevice_t device) {
     if (!machine.is_mig || device->instance != 0)
-        return registry_used(&machine, device->id);
+        return registry_used(&machine, device->id, "");
     unsigned long long bytes = 0;
     for (int i = 0; i < machine.device_count; i++)
         if (machine.devices[i].gpu == device->gpu)
-            bytes += registry_used(&machine, machine.devices[i].id);
+            bytes += registry_used(&machine, machine.devices[i].id, "");
     return bytes;
 }
 

@@ -81,27 +81,28 @@ static uint64_t count(int directory, const char *name, const char *device) {
     return bytes;
 }
 
-static uint64_t count_all(int directory, const char *device) {
+/* Of what begins with a kind; "" is all. */
+static uint64_t count_all(int directory, const char *device, const char *kind) {
     uint64_t bytes = 0;
     int own = openat(directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     DIR *entries = own < 0 ? NULL : fdopendir(own);
     if (entries == NULL)
         return 0;
     for (struct dirent *entry; (entry = readdir(entries)) != NULL;)
-        if (entry->d_name[0] != '.')
+        if (entry->d_name[0] != '.' && strncmp(entry->d_name, kind, strlen(kind)) == 0)
             bytes += count(directory, entry->d_name, device);
     closedir(entries);
     return bytes;
 }
 
-uint64_t registry_used(const struct machine *machine, const char *device) {
+uint64_t registry_used(const struct machine *machine, const char *device, const char *kind) {
     uint64_t bytes = 0;
     int lock = enter(machine);
     if (lock < 0)
         return 0;
     int directory = open_directory(machine);
     if (directory >= 0) {
-        bytes = count_all(directory, device);
+        bytes = count_all(directory, device, kind);
         close(directory);
     }
     leave(lock);
@@ -154,7 +155,7 @@ static int fill_file(int descriptor, const struct device *device, uint64_t bytes
 
 static int create(int directory, const struct device *device, const char *kind, uint64_t bytes,
                   char name[NAME_BYTES]) {
-    uint64_t used = count_all(directory, device->id);
+    uint64_t used = count_all(directory, device->id, "");
     if (bytes > device->total_bytes || used > device->total_bytes - bytes)
         return -ENOMEM;
     int descriptor = make_file(directory, kind, name);

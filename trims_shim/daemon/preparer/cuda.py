@@ -94,9 +94,13 @@ class CudaSessions(Sessions):
 
         device = dict(zip(provider[1::2], provider[2::2], strict=True)).get(_DEVICE_OPTION, "")
         try:
-            return driver().index_of(device)
+            index = driver().index_of(device)
+            is_exclusive = driver().devices()[index].is_exclusive
         except TrimsError as error:
             raise _no_cuda(f"device {device}: {error}") from error
+        if is_exclusive:  # the program would get none while we have it
+            raise _no_cuda(f"device {device}: its compute mode lets one process at a time use it")
+        return index
 
     def prepare_libraries(self) -> None:
         """Load CUDA's libraries from the wheels they come in, if that is where they are."""
