@@ -363,11 +363,15 @@ class Driver:
             result, output = self._library.call(call, *inputs, into=into)
         except ctypes.ArgumentError as error:
             raise DriverFailure(f"{call} cannot be asked for {of or inputs}: {error}") from error
-        except (OSError, AttributeError) as error:
-            # There is no libcuda, or one without this function.
+        except OSError as error:
             raise DriverFailure(
                 f"{call} cannot be called: {error}; install NVIDIA's driver, or give the container "
                 "its devices"
+            ) from error
+        except AttributeError as error:
+            raise DriverFailure(
+                f"{call} cannot be called: {error}; install a newer driver of NVIDIA's, 470 or "
+                "later"
             ) from error
         if result != libcuda.CUDA_SUCCESS:
             raise _failure(call, of, self._library.name_of(result))
