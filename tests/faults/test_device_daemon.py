@@ -147,7 +147,7 @@ def test_the_starters_visible_devices_are_not_the_daemons(make_device_world: Mak
     ("backend", "device", "machine_settings", "words"),
     [
         ("off", GPU, {}, "TRIMS_DEVICE_BACKEND=off"),
-        ("vmm", "GPU-" + "0" * 8 + GPU[12:], {}, "cannot be shared"),
+        ("vmm", "GPU-" + "0" * 8 + GPU[12:], {}, "the daemon cannot share"),
         ("vmm", "cuda:0", {}, "not the id of a device"),
         ("vmm", GPU, {"vmm": 0}, "cannot export memory"),
         ("vmm", GPU, {"fail": "cuInit=100"}, "cuInit"),

@@ -377,7 +377,7 @@ def test_a_daemon_serves_the_instance_it_is_shown(
     (uploader,) = uploaders(world)
     with open(f"/proc/{uploader}/environ", "rb") as file:
         assert f"CUDA_VISIBLE_DEVICES={ids[instance]}\0".encode() in file.read()
-    with connected(world) as connection, pytest.raises(UnknownDevice, match="cannot be shared"):
+    with connected(world) as connection, pytest.raises(UnknownDevice, match="daemon cannot share"):
         open_on(connection, path, ids[1 - instance])
 
 

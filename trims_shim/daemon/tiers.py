@@ -476,7 +476,8 @@ class Tiers:
         except BaseException as error:
             uploader.close()
             if isinstance(error, DriverFailure):
-                raise UnknownDevice(f"{device} cannot be shared: {error}") from error
+                # Clients show it, who may see the device: "this process" in it is not theirs.
+                raise UnknownDevice(f"the daemon cannot share {device}: {error}") from error
             raise
 
     def _tier_of(self, device: DeviceId, uploader: Uploader) -> DeviceTier:
