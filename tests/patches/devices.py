@@ -90,6 +90,7 @@ class EmulatedRuntime:
         self.current = 0
         self.made_ready: list[int] = []
         self.settled = 0
+        self.free = sys.maxsize
 
     def is_built(self) -> bool:
         return True
@@ -113,6 +114,9 @@ class EmulatedRuntime:
 
     def settle(self, device: torch.device) -> None:
         self.settled += 1
+
+    def free_bytes(self, index: int) -> int:
+        return self.free
 
     def storage(self, address: int, size_bytes: int, index: int) -> torch.UntypedStorage:
         return torch_device._storage_over(address, torch.device("cpu"), size_bytes)

@@ -344,6 +344,22 @@ def test_checkpoints_of_training_are_private(devices: Devices, save: Callable[..
     actual["model"]["weight"].zero_()
 
 
+def test_an_image_takes_no_room_that_private_copies_need(
+    devices: Devices, save: Callable[..., str]
+) -> None:
+    """Torch alone needs room for one copy, and has to find it."""
+    path = save({**state(), "param_groups": []})
+    size_bytes = os.path.getsize(path)
+    devices.runtime.free = 2 * size_bytes - 1
+    with pytest.raises(RuntimeError, match="CUDA"):
+        torch.load(path, map_location="cuda")
+    assert not devices.opened
+    assert reasons() == {"checkpoint_of_training": 1, "no_room_for_copies": 1}
+    devices.runtime.free = 2 * size_bytes
+    torch.load(path, map_location="cuda")
+    assert len(devices.opened) == 1
+
+
 def test_torch_save_and_deepcopy_and_pickle(devices: Devices, save: Callable[..., str]) -> None:
     import copy
 

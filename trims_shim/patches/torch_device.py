@@ -81,7 +81,7 @@ MIN_SHARED_BYTES = 64 << 10
 statistics of fewer than 16384 channels are), and a copy on the device takes some microseconds."""
 _ACCESS_PRIVATE = "private"
 
-skip = Skips("device_off", "capturing", "forked", "no_such_device")
+skip = Skips("device_off", "capturing", "forked", "no_such_device", "no_room_for_copies")
 """Count a tensor or load that does not end on shared device memory."""
 
 access: contextvars.ContextVar[str | None] = contextvars.ContextVar(
@@ -129,6 +129,10 @@ class CudaRuntime:
     def ready(self, index: int) -> None:
         """Make sure that torch has set the device up."""
         torch.cuda.init()  # type: ignore[no-untyped-call]
+
+    def free_bytes(self, index: int) -> int:
+        """Return the device's free memory."""
+        return torch.cuda.mem_get_info(index)[0]
 
     def storage(self, address: int, size_bytes: int, index: int) -> torch.UntypedStorage:
         """Return a storage over memory that the caller keeps alive."""
@@ -191,11 +195,23 @@ def arena_of_file(descriptor: int, name: object, place: Place) -> DeviceArena | 
 
 def _arena(descriptor: int, name: str, place: Place) -> DeviceArena | None:
     try:
+        if is_private():
+            _check_room_for_copies(descriptor, name, place)
         return cache().open_device(descriptor, name=name, device=place.id)
     # Border: the shim never makes a load fail; the host tier or torch goes on.
     except Exception as error:
         skip.error(error, what=name)
         return None
+
+
+def _check_room_for_copies(descriptor: int, name: str, place: Place) -> None:
+    """Raises NotServed unless the image and private copies of it all fit: torch needs one copy."""
+    size_bytes, free_bytes = os.fstat(descriptor).st_size, runtime.free_bytes(place.index)
+    if 2 * size_bytes > free_bytes:
+        raise NotServed(
+            "no_room_for_copies",
+            f"{name}: {size_bytes} bytes and private copies do not fit {free_bytes} free bytes",
+        )
 
 
 def arena_of_image(image: Image, place: Place) -> DeviceArena | None:

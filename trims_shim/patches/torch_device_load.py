@@ -70,12 +70,17 @@ def build(
     place = torch_device.place_of(device)
     if place is None:
         return None
+    with _access(data):
+        return _on_device(file, data, recipe, place)
+
+
+def _on_device(file: Any, data: bytes, recipe: Recipe, place: Place) -> Built | None:
     arena = torch_device.arena_of_file(file.fileno(), file.name, place)
     if arena is None:
         return None
     try:
         image = _Image(arena, place)
-        with unseen(), _access(data):
+        with unseen():
             result = image.assemble(recipe, data)
     except FormatError as error:
         torch_device.skip(error.reason, what=f"{absolute(file.name)}: {error}")
