@@ -121,6 +121,45 @@ def test_every_way_to_call_safe_open(devices: Devices, path: str) -> None:
     assert len(devices.mappings) == 1
 
 
+def test_names_ask_for_nothing(
+    devices: Devices, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: a process that read the names could fork none that use CUDA, and took memory."""
+
+    def no_device(_: torch.device) -> None:
+        raise AssertionError("the device is set up")
+
+    monkeypatch.setattr(torch_device, "place_of", no_device)
+    with safetensors.safe_open(path, "pt", device="cuda") as file:
+        assert "a.weight" in file.keys()  # noqa: SIM118
+        assert file.metadata() == {"format": "pt"}
+        part = file.get_slice("a.weight")
+        assert (part.get_shape(), part.get_dtype()) == ([SIDE, SIDE], "F32")
+    assert devices.opened == []
+    monkeypatch.undo()
+    assert reasons() == {}
+
+
+def test_the_working_directory_may_change(
+    devices: Devices, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(os.path.dirname(path))
+    with safetensors.safe_open(os.path.basename(path), "pt", device="cuda") as file:
+        os.chdir("/")
+        assert shared(file.get_tensor("a.weight"))
+
+
+def test_a_file_replaced_before_its_first_tensor(devices: Devices, path: str) -> None:
+    """The compiled class has the old one mapped."""
+    relax()
+    file = safetensors.safe_open(path, "pt", device="cuda")
+    safetensors.torch.save_file(state(), path + ".new")
+    os.replace(path + ".new", path)
+    assert "CUDA" in outcome(lambda: file.get_tensor("a.weight"))[1]
+    assert reasons() == {"model_changed": 1}
+    assert devices.opened == []
+
+
 def test_the_rest_of_safe_open(devices: Devices, path: str) -> None:
     with (
         Theirs.safe_open(path, "pt") as theirs,
@@ -398,7 +437,8 @@ def test_a_refusal_ends_in_the_host_tier(devices: Devices, path: str) -> None:
     devices.refusal = UnknownDevice("no")
     relax()
     file = safetensors.safe_open(path, "pt", device="cuda")
-    assert type(file) is Theirs.safe_open
+    for name in ("a.weight", "b.half"):
+        assert "CUDA" in outcome(lambda name=name: file.get_tensor(name))[1]  # safetensors' copy
     assert reasons() == {"unknown_device": 1}
 
 
@@ -416,7 +456,7 @@ def test_after_an_error_the_compiled_class_opens_the_file(
     assert type(safetensors.safe_open(path, "pt", device=device)) is Theirs.safe_open
 
 
-def test_after_an_error_with_the_image_the_compiled_class_opens_the_file(
+def test_after_an_error_with_the_image_the_compiled_class_answers(
     devices: Devices, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found: want of memory for the tensors' names was the program's."""
@@ -425,13 +465,15 @@ def test_after_an_error_with_the_image_the_compiled_class_opens_the_file(
         raise MemoryError
 
     relax()
-    monkeypatch.setattr(safetensors_device._DeviceFile, "__init__", no_memory)
-    assert type(safetensors.safe_open(path, "pt", device="cuda")) is Theirs.safe_open
+    monkeypatch.setattr(safetensors_device, "_Found", no_memory)
+    file = safetensors.safe_open(path, "pt", device="cuda")
+    assert "CUDA" in outcome(lambda: file.get_tensor("a.weight"))[1]
     assert reasons() == {"internal_error": 1}
 
 
 def test_absent_devices(devices: Devices, path: str) -> None:
-    assert type(safetensors.safe_open(path, "pt", device=f"cuda:{DEVICES}")) is Theirs.safe_open
+    file = safetensors.safe_open(path, "pt", device=f"cuda:{DEVICES}")
+    assert "CUDA" in outcome(lambda: file.get_tensor("a.weight"))[1]
     assert reasons() == {"no_such_device": 1}
 
 

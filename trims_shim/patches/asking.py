@@ -19,7 +19,15 @@ from trims_shim.errors import ConfigError, TrimsError
 if TYPE_CHECKING:
     from trims_shim.client.arenas import Arena, Image
 
-__all__ = ["absolute", "aligned_image", "arena_of_file", "is_strict", "opened", "or_none"]
+__all__ = [
+    "absolute",
+    "aligned_image",
+    "arena_of_file",
+    "from_anywhere",
+    "is_strict",
+    "opened",
+    "or_none",
+]
 
 _Step = TypeVar("_Step", bound=Callable[..., Any])
 
@@ -86,6 +94,14 @@ def absolute(name: Any) -> str:
     # Border: the working directory is gone; the program has put an object there.
     except Exception:
         return found
+
+
+def from_anywhere(filename: str) -> str:
+    """The same file in every working directory; ``..`` after a link is left to the kernel."""
+    try:
+        return os.path.join(os.getcwd(), filename)
+    except OSError:
+        return filename
 
 
 def arena_of_file(descriptor: int, name: object) -> Arena | None:

@@ -2,11 +2,13 @@
 
 ``safe_open`` is a compiled class that cannot be subclassed; given a device, it fills a pinned
 buffer and copies. So the name ``safetensors.safe_open`` is replaced by a class that hands every
-call on to the compiled one, except where the device is CUDA and the file can be had there: then the
-program gets a :class:`_DeviceFile`. That holds a compiled ``safe_open`` of the same file for
-everything else (names, metadata, shapes, errors, tensors that cannot be served), whose mapping of
-the file costs nothing until it is read. ``safetensors.torch.load_file`` and ``load_model`` look the
-name up in their module and are covered; ``isinstance`` works with both classes.
+call on to the compiled one, except where the device is CUDA: then the program gets a
+:class:`_DeviceFile`. That holds a compiled ``safe_open`` of the same file for everything else
+(names, metadata, shapes, errors, tensors that cannot be served), whose mapping of the file costs
+nothing until it is read. The first tensor asks for the device image: names and shapes cost nothing,
+and CUDA is not set up for them, as a process could then fork none that use it.
+``safetensors.torch.load_file`` and ``load_model`` look the name up in their module and are covered;
+``isinstance`` works with both classes.
 
 ``device="cuda"`` is device 0 in safetensors, not torch's current device.
 
@@ -20,6 +22,7 @@ a storage of its own; any other slice is copied on the device.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import inspect
 import os
@@ -29,16 +32,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from trims_shim import diagnostics, patches
-from trims_shim.errors import UnsupportedFormat
+from trims_shim.errors import NotServed, UnsupportedFormat
 from trims_shim.formats.torch_zip import TorchArchive
 from trims_shim.patches import torch_device
-from trims_shim.patches.asking import opened, or_none
+from trims_shim.patches.asking import from_anywhere, opened, or_none
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_device import DevicePoint, Place
 from trims_shim.patches.torch_modes import unseen
 from trims_shim.patches.torch_storage import torch_dtype
+from trims_shim.specs import Identity
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from trims_shim.client.device_arenas import DeviceArena
     from trims_shim.specs import Record
 
@@ -57,8 +63,7 @@ _BACKENDS = ("mmap", "pread")
 def _wrap(original: Any) -> Any:
     class _SafeOpenType(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            file = _open(original, args, kwargs) if patches.active() else None
-            return original(*args, **kwargs) if file is None else file
+            return _open(original, args, kwargs)
 
         def __instancecheck__(cls, instance: Any) -> bool:
             return isinstance(instance, original | _DeviceFile)
@@ -76,29 +81,29 @@ def _wrap(original: Any) -> Any:
     return replacement
 
 
-def _open(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _DeviceFile | None:
-    found = _found(args, kwargs)
+def _open(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found = _found(args, kwargs) if patches.active() else None
     if found is None:
-        return None
-    kind, arena, place = found
+        return original(*args, **kwargs)
+    kind, image = found
+    with kind.opening():
+        file = original(*args, **kwargs)
+    return kind(file, image)
+
+
+@contextlib.contextmanager
+def _inactive() -> Iterator[None]:
     token = patches.overridden.set(False)
     try:
-        file = original(*args, **kwargs)
+        yield
     finally:
         patches.overridden.reset(token)
-    try:
-        return kind(file, arena, place)
-    # Border: the shim never makes a load fail; the compiled class goes on.
-    except Exception as error:
-        filename = args[0] if args else kwargs["filename"]
-        torch_device.skip.error(error, what=f"{filename}: {error}")
-        return None
 
 
 @or_none
 def _found(
     args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[type[_DeviceFile], DeviceArena, Place] | None:
+) -> tuple[type[_DeviceFile], _DeviceImage] | None:
     """Return what a call's file is served with; None (counted) where safetensors has to open it."""
     is_call = len(args) <= len(_NAMES) and kwargs.keys() <= {*_NAMES[len(args) :], "backend"}
     call = _arguments(*args, **kwargs) if is_call else None
@@ -106,13 +111,12 @@ def _found(
         return None
     filename, named = call
     index = destination.get() if named is None else named
-    if index is None:
+    if index is None or not torch_device.runtime.is_built():
         return None
-    place = torch_device.place_of(torch.device("cuda", index))
-    arena = None if place is None else _arena(filename, place)
-    if place is None or arena is None:
-        return None
-    return _DeviceFile if named is not None else _DeferredFile, arena, place
+    image = _DeviceImage.of(filename, index)
+    if image is None or named is not None:
+        return None if image is None else (_DeviceFile, image)
+    return None if image.found() is None else (_DeferredFile, image)
 
 
 _NAMES = ("filename", "framework", "device")
@@ -137,26 +141,84 @@ def _arguments(
     return (path, {"cuda": 0, "cpu": None}[device]) if device in ("cuda", "cpu") else None
 
 
-def _arena(filename: str, place: Place) -> DeviceArena | None:
-    with opened(filename) as descriptor:
-        if descriptor is None:
+class _DeviceImage:
+    """The image of a file on a device, for which the first tensor asks."""
+
+    def __init__(self, path: str, identity: Identity, index: int) -> None:
+        self.index = index
+        self._path = path
+        self._identity = identity
+        self._found: _Found | None = None
+        self._is_asked = False
+
+    @classmethod
+    def of(cls, filename: str, index: int) -> _DeviceImage | None:
+        """Return that of a file on a CUDA device; None where safetensors has to raise its error."""
+        with opened(filename) as descriptor:
+            if descriptor is None:
+                return None
+            identity = Identity.from_stat(os.fstat(descriptor))
+        return cls(from_anywhere(filename), identity, index)
+
+    def found(self) -> _Found | None:
+        """Return the image; None (counted once) where there is none, or the file has changed."""
+        if not self._is_asked:
+            self._found = self._ask()
+            self._is_asked = True
+        return self._found
+
+    def source(self, name: Any) -> _Source | None:
+        """Return a tensor's; None where the compiled file has to answer, or refuse the name."""
+        found = self.found() if type(name) is str else None
+        record = None if found is None else found.records.get(name)
+        if found is None or record is None:
             return None
-        return torch_device.arena_of_file(descriptor, filename, place)
+        return _Source(record, found.arena, found.place)
+
+    def _ask(self) -> _Found | None:
+        place = torch_device.place_of(torch.device("cuda", self.index))
+        if place is None:
+            return None
+        try:
+            return self._on(place)
+        # Border: the shim never makes a load fail; the compiled class goes on.
+        except Exception as error:
+            torch_device.skip.error(error, what=self._path)
+            return None
+
+    def _on(self, place: Place) -> _Found | None:
+        with opened(self._path) as descriptor:
+            if descriptor is None or Identity.from_stat(os.fstat(descriptor)) != self._identity:
+                raise NotServed("model_changed", "it has changed since it was opened")
+            arena = torch_device.arena_of_file(descriptor, self._path, place)
+        if arena is None:
+            return None
+        records = arena.layout.contents
+        if isinstance(records, TorchArchive):  # this package reads another format
+            raise UnsupportedFormat("the image is no safetensors file")
+        diagnostics.count("served", "safetensors_device")
+        return _Found(arena, {record.name: record for record in records}, place)
+
+
+class _Found(NamedTuple):
+    """An image on a device and the tensors in it, by name."""
+
+    arena: DeviceArena
+    records: dict[str, Record]
+    place: Place
 
 
 class _DeviceFile:
     """Stands in for a compiled ``safe_open``."""
 
-    def __init__(self, file: Any, arena: DeviceArena, place: Place) -> None:
-        """Raises UnsupportedFormat where this package reads another format."""
-        records = arena.layout.contents
-        if isinstance(records, TorchArchive):
-            raise UnsupportedFormat("the image is no safetensors file")
+    def __init__(self, file: Any, image: _DeviceImage) -> None:
         self._file = file
-        self._place = place
-        self._open: tuple[DeviceArena, dict[str, Record]] | None
-        self._open = arena, {record.name: record for record in records}
-        diagnostics.count("served", "safetensors_device")
+        self._image: _DeviceImage | None = image
+
+    @classmethod
+    def opening(cls) -> contextlib.AbstractContextManager[Any]:
+        """Return what the compiled file has to be opened in."""
+        return contextlib.nullcontext()
 
     def metadata(self) -> Any:
         return self._file.metadata()
@@ -171,13 +233,14 @@ class _DeviceFile:
         return self._tensor(name)
 
     def get_tensors(self) -> Any:
-        if self._open is None:
+        found = None if self._image is None else self._image.found()
+        if found is None:
             return self._file.get_tensors()
-        with torch_device.Parts(self._open[0]) as parts:
+        with torch_device.Parts(found.arena) as parts:
             return {name: self._tensor(name, parts) for name in self._file.offset_keys()}
 
     def get_slice(self, name: Any) -> Any:
-        return _DeviceSlice(self._file.get_slice(name), self._source(name))
+        return _DeviceSlice(self._file.get_slice(name), name, self._image)
 
     def __getattr__(self, name: str) -> Any:
         """Return what a newer safetensors has besides: the compiled one's. ``prefetch`` copies."""
@@ -189,25 +252,21 @@ class _DeviceFile:
         return self
 
     def __exit__(self, *exception: Any) -> Any:
-        self._open = None  # from now on the compiled one answers: it raises that it is closed
+        self._image = None  # from now on the compiled one answers: it raises that it is closed
         return self._file.__exit__(*exception)
 
     def _tensor(self, name: Any, parts: torch_device.Parts | None = None) -> Any:
-        source = self._source(name)
+        source = None if self._image is None else self._image.source(name)
         tensor = None if source is None else source.tensor(parts)
         return self._file.get_tensor(name) if tensor is None else tensor
-
-    def _source(self, name: Any) -> _Source | None:
-        """Return None where the compiled file has to answer, and refuse a wrong name."""
-        if self._open is None or type(name) is not str:
-            return None
-        arena, records = self._open
-        record = records.get(name)
-        return None if record is None else _Source(record, arena, self._place)
 
 
 class _DeferredFile(_DeviceFile):
     """Stands in for a file opened on the CPU whose tensors will be moved."""
+
+    @classmethod
+    def opening(cls) -> contextlib.AbstractContextManager[Any]:
+        return _inactive()  # few tensors are read here: no host image is needed for them
 
     def get_tensor(self, name: Any) -> Any:
         return self._file.get_tensor(name)
@@ -216,7 +275,7 @@ class _DeferredFile(_DeviceFile):
         return self._file.get_tensors()
 
     def get_slice(self, name: Any) -> Any:
-        return DeferredSlice(self._file.get_slice(name), self._source(name))
+        return DeferredSlice(self._file.get_slice(name), name, self._image)
 
 
 class _Source(NamedTuple):
@@ -251,9 +310,10 @@ class _Source(NamedTuple):
 class _DeviceSlice:
     """Stands in for a compiled slice."""
 
-    def __init__(self, inner: Any, source: _Source | None) -> None:
+    def __init__(self, inner: Any, name: Any, image: _DeviceImage | None) -> None:
         self._inner = inner
-        self._source = source
+        self._name = name
+        self._image = image
 
     def get_shape(self) -> Any:
         return self._inner.get_shape()
@@ -267,7 +327,8 @@ class _DeviceSlice:
         return getattr(self._inner, name)
 
     def __getitem__(self, index: Any) -> Any:
-        whole = None if self._source is None or not _is_basic(index) else self._source.tensor()
+        source = self._source() if _is_basic(index) else None
+        whole = None if source is None else source.tensor()
         if whole is None:
             return self._inner[index]
         try:
@@ -275,6 +336,9 @@ class _DeviceSlice:
         except (IndexError, ValueError, TypeError):
             return self._inner[index]  # raises safetensors' own error
         return _own_storage(part)
+
+    def _source(self) -> _Source | None:
+        return None if self._image is None else self._image.source(self._name)
 
 
 class DeferredSlice(_DeviceSlice):
@@ -285,7 +349,7 @@ class DeferredSlice(_DeviceSlice):
 
     def on_device(self, index: int, dtype: torch.dtype | None) -> torch.Tensor | None:
         """Return the whole tensor on a device; None where it has to be copied from host memory."""
-        source = self._source
+        source = self._source()
         if source is None or source.place.index != index:
             return None
         if dtype is not None and torch_dtype(source.record.dtype) is not dtype:

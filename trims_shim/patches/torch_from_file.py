@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from trims_shim import diagnostics, patches
-from trims_shim.patches.asking import arena_of_file, opened, or_none
+from trims_shim.patches.asking import arena_of_file, from_anywhere, opened, or_none
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_modes import uncompiled
 from trims_shim.patches.torch_storage import storage_of
@@ -132,15 +132,7 @@ def file_at(filename: str, size_bytes: int) -> _File | None:
     if not is_archive and head[8:9] != b"{":
         diagnostics.fallback("not_a_model", what=filename)
         return None
-    return _File(_from_anywhere(filename), Identity.from_stat(status), is_archive)
-
-
-def _from_anywhere(filename: str) -> str:
-    """The same file in every working directory; ``..`` after a link is left to the kernel."""
-    try:
-        return os.path.join(os.getcwd(), filename)
-    except OSError:
-        return filename
+    return _File(from_anywhere(filename), Identity.from_stat(status), is_archive)
 
 
 @or_none
