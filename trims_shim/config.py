@@ -347,7 +347,7 @@ SETTINGS = (
         "device_bytes",
         "80%",
         _share_or_size,
-        "byte budget of each device tier (%: of what is free when it is first used)",
+        "byte budget of each device tier (%: of the most that others have left to it)",
         is_daemons=True,
     ),
     Setting(

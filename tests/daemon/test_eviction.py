@@ -143,6 +143,16 @@ def test_lrfu_remembers_the_uses_of_what_has_gone() -> None:
     assert order(policy, [known, new]) == "ba"
 
 
+def test_a_turnover_is_of_the_budget_that_is_now() -> None:
+    policy = eviction_policy("lrfu", 1)
+    policy.resized(10_000)
+    often, last = candidate("a", opens=0), candidate("b", opens=0)
+    use(policy, often, 2)
+    policy.gone(candidate("other"))  # A hundredth of the budget.
+    use(policy, last)
+    assert order(policy, [often, last]) == "ba"
+
+
 @given(st.lists(st.sampled_from("abc"), max_size=30))
 def test_a_use_counts_half_after_a_turnover(uses: list[str]) -> None:
     """Against the definition: the sum over uses of 2 to the power of minus the age."""

@@ -360,17 +360,35 @@ class TestRoom:
         assert isinstance(refusal, RefuseRequest)
         assert "TRIMS_DEVICE_BYTES" in str(refusal.error)
 
-    def test_a_share_is_of_what_was_free_at_first(
+    def test_a_share_is_of_the_most_that_others_left(
         self, make: Callable[..., Harness], emulated_cuda: Emulated
     ) -> None:
-        taken = DeviceMemory(GPU, "vmm").create(GIB // 2)
+        """Found: a device that was full at first was used by nobody ever after."""
+        taken = DeviceMemory(GPU, "vmm").create(GIB)
         try:
-            tier = make(device_bytes="50%").device()
+            harness = make(device_bytes="50%")
+            tier = harness.device()
+            assert tier.store.totals().budget_bytes == 0
         finally:
             taken.close()
         tier.measure()
-        assert tier.store.totals().budget_bytes == GIB // 4
-        assert tier.free_bytes() == GIB
+        harness.tiers.tend()
+        assert tier.store.totals().budget_bytes == GIB // 2
+        taken = DeviceMemory(GPU, "vmm").create(GIB // 2)
+        try:
+            tier.measure()
+            harness.tiers.tend()
+            assert tier.store.totals().budget_bytes == GIB // 2, "the head-room keeps them apart"
+        finally:
+            taken.close()
+
+    def test_a_size_is_what_was_asked_for(
+        self, make: Callable[..., Harness], emulated_cuda: Emulated
+    ) -> None:
+        harness = make(device_bytes=str(64 * MIB))
+        tier = harness.device()
+        harness.tiers.tend()
+        assert tier.store.totals().budget_bytes == 64 * MIB
 
     def test_what_others_take_is_withheld(
         self, make: Callable[..., Harness], emulated_cuda: Emulated

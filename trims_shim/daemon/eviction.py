@@ -61,6 +61,9 @@ class EvictionPolicy:
     def gone(self, image: Candidate) -> None:
         """The image was dropped, for whatever reason."""
 
+    def resized(self, budget_bytes: int) -> None:
+        """The tier has another budget."""
+
 
 class LeastRecentlyUsed(EvictionPolicy):
     """Evict what was opened or released longest ago (TrIMS §4.3, the default there)."""
@@ -119,7 +122,7 @@ class LeastRecentlyFrequentlyUsed(EvictionPolicy):
     """
 
     def __init__(self, budget_bytes: int) -> None:
-        self._budget_bytes = max(1, budget_bytes)
+        self.resized(budget_bytes)
         self._turnovers = 0.0
         self._sums: Recent[Digest, float] = Recent(_USES_LIMIT)
         """The logarithm of each sum, plus the turnovers when it was that: it does not change as
@@ -138,6 +141,10 @@ class LeastRecentlyFrequentlyUsed(EvictionPolicy):
     def gone(self, image: Candidate) -> None:
         """Let all uses age."""
         self._turnovers += image.resident_bytes / self._budget_bytes
+
+    def resized(self, budget_bytes: int) -> None:
+        """Take as long to turn over."""
+        self._budget_bytes = max(1, budget_bytes)
 
 
 class Never(EvictionPolicy):

@@ -390,6 +390,12 @@ class Store:
         users = self._pins.get(digest, set())
         return bool(users) if by is None else by in users
 
+    def grow(self, budget_bytes: int) -> None:
+        """Raise the budget, if that is more than it is."""
+        if budget_bytes > self._budget_bytes:
+            self._budget_bytes = budget_bytes
+            self._policy.resized(budget_bytes)
+
     def is_needed(self) -> bool:
         """Whether any image is leased or pinned."""
         return bool(self._leases or self._pins)

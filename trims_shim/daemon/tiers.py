@@ -156,12 +156,14 @@ class DeviceTier(Tier):
         *,
         label: str,
         total_bytes: int,
+        budget: ShareOrSize,
         headroom_bytes: int,
     ) -> None:
         """``label`` is what people call the device."""
         super().__init__(device, store, loader)
         self.label = label
         self.total_bytes = total_bytes
+        self._budget = budget
         self.headroom_bytes = headroom_bytes
         self._reachable_bytes: int | None = None
         # Not the loader's: NVML may hang with a device, and nobody is to wait for it.
@@ -194,6 +196,11 @@ class DeviceTier(Tier):
         # Border: nobody waits for it, and it is tried again.
         except Exception as error:
             _logger.warning("%s cannot be measured: %s", self.name, error)
+
+    def grow(self) -> None:
+        """Take a budget that is a share of more, if other programs leave more than ever before."""
+        if self._reachable_bytes is not None:
+            self.store.grow(self._budget.of(self._reachable_bytes))
 
     def close(self) -> None:
         """See :class:`Tier`."""
@@ -406,6 +413,7 @@ class Tiers:
         for each in self:
             each.loader.tend()
         for device in self.devices:
+            device.grow()
             device.measure_soon()
         stuck_since_s = time.monotonic() - _DRIVER_PATIENCE_S
         for name, making in self._making.items():
@@ -509,6 +517,7 @@ class Tiers:
                 loader,
                 label=info.name,
                 total_bytes=info.total_bytes,
+                budget=settings.budget,
                 headroom_bytes=settings.headroom.of(info.total_bytes),
             )
         except RuntimeError:  # no more threads
