@@ -461,6 +461,28 @@ def test_passwords_come_from_netrc_and_go_to_their_host_only(
         looked(web.put("moved.pt", status=302, location=there))
 
 
+@pytest.mark.parametrize(
+    ("url", "found", "is_kept"),
+    [
+        ("https://a.example/x", "https://A.example:443/y", True),
+        ("http://a.example:8080/x", "http://a.example:8080/y", True),
+        ("http://a.example/x", "https://a.example/x", True),
+        ("http://a.example:80/x", "https://a.example:443/x", True),
+        ("https://a.example/x", "https://a.example:8443/x", False),
+        ("http://a.example/x", "http://a.example:443/x", False),
+        ("http://a.example:8080/x", "https://a.example/x", False),
+        ("http://a.example/x", "https://b.example/x", False),
+    ],
+)
+def test_a_password_does_not_go_to_another_port(url: str, found: str, is_kept: bool) -> None:
+    """Found: it did, and another user of the host may listen there."""
+    request = urllib.request.Request(url)
+    request.add_unredirected_header("Authorization", "Basic secret")
+    again = _Redirects().redirect_request(request, io.BytesIO(), 302, "Found", HTTPMessage(), found)
+    assert again is not None
+    assert again.has_header("Authorization") == is_kept
+
+
 def test_the_default_password_of_netrc_goes_to_no_host(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -291,9 +291,9 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
             return None
         # The proxy's password; where it goes by that proxy again, urllib adds it again.
         again.remove_header("Proxy-authorization")
-        # Where it stays on the host of the password, that is needed again, and known there.
+        # Where it stays on the server of the password, that is needed again, and known there.
         password = req.get_header("Authorization")
-        if password and _host_of(newurl) == _host_of(req.full_url):
+        if password and _is_same_server(req.full_url, newurl):
             again.add_unredirected_header("Authorization", password)
         return again
 
@@ -301,6 +301,18 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 def _host_of(url: str) -> str:
     """The name that ``~/.netrc`` has; no port."""
     return urlsplit(url).hostname or ""
+
+
+def _is_same_server(url: str, found: str) -> bool:
+    """As for curl and requests: another port may be another user's, but for that of https."""
+    kinds = (_kind_of(url), _kind_of(found))
+    is_same = kinds[0] == kinds[1] or kinds == (("http", 80), ("https", 443))
+    return is_same and _host_of(url) == _host_of(found)
+
+
+def _kind_of(url: str) -> tuple[str, int]:
+    split = urlsplit(url)
+    return split.scheme, split.port or (443 if split.scheme == "https" else 80)
 
 
 @functools.cache
