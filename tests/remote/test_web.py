@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+import traceback
 import tracemalloc
 import urllib.error
 import urllib.request
@@ -337,6 +338,22 @@ def test_no_server() -> None:
             looked(f"http://127.0.0.1:{port}/x.pt?secret")
     with pytest.raises(RemoteUnreachable, match=r"x.pt: not reachable: no host given"):
         looked("http:///x.pt")
+
+
+@pytest.mark.parametrize("kind", ["http", "https"])
+@pytest.mark.parametrize("proxy", ["http://me:secret", "me:secret", "http://me:secret@host:secret"])
+def test_a_password_where_a_proxys_port_should_be_is_not_said(
+    kind: str, proxy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: it was, as the port that is no number."""
+    monkeypatch.setenv(f"{kind}_proxy", proxy)
+    module._opener.cache_clear()
+    try:
+        with pytest.raises(RemoteUnreachable, match="in a proxy's setting") as raised:
+            looked(f"{kind}://a.example/vit.pt")
+    finally:
+        module._opener.cache_clear()
+    assert "secret" not in "".join(traceback.format_exception(raised.value))
 
 
 def test_redirects_are_followed_and_the_name_stays(web: WebServer) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from email.message import Message
 from html.parser import HTMLParser
 from http import HTTPStatus
-from http.client import HTTPException, HTTPMessage, HTTPResponse, responses
+from http.client import HTTPException, HTTPMessage, HTTPResponse, InvalidURL, responses
 from typing import IO, TypeAlias
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
@@ -344,6 +344,11 @@ def _answer(url: str, headers: dict[str, str]) -> Iterator[_Response]:
             yield response
     except urllib.error.HTTPError as error:
         raise _meaning(error, url) from error
+    except InvalidURL:
+        # It has the proxy's password in its words where that is written as if it were a port.
+        raise RemoteUnreachable(
+            f"{shown(url)}: not reachable: no valid host and port, there or in a proxy's setting"
+        ) from None
     except (OSError, HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         # urllib wraps what is raised while it connects, without `from`.
