@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -142,6 +146,28 @@ def test_who_asks_nothing_is_left(
     monkeypatch.setattr(signal, "sigwait", ask_nothing)
     assert main(["metrics", "--listen", "0"]) == Exit.OK
     assert capsys.readouterr().err == ""
+
+
+def test_without_a_descriptor_for_who_connects_it_waits(trims: Trims) -> None:
+    """Found: it tried again at once, and took a whole core."""
+    with serving(trims, "0") as (child, url), contextlib.ExitStack() as stack:
+        most = len(os.listdir(f"/proc/{child.pid}/fd")) + 4
+        resource.prlimit(child.pid, resource.RLIMIT_NOFILE, (most, most))
+        address = ("127.0.0.1", urlsplit(url).port)
+        for _ in range(8):
+            stack.enter_context(socket.create_connection(address, timeout=LIMIT_S))
+        time.sleep(0.2)
+        before_s = cpu_s(child.pid)
+        time.sleep(1)
+        assert cpu_s(child.pid) - before_s < 0.3
+        stack.close()
+        assert scrape(url) == {"trims_cache_up": 0}
+
+
+def cpu_s(pid: int) -> float:
+    """That a process has taken so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_a_port_that_is_taken_is_named(trims: Trims) -> None:

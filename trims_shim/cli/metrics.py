@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import signal
 import socketserver
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from trims_shim import config
@@ -32,6 +34,7 @@ _PREPARED_TIER = "prepared"
 _ENDS = (signal.SIGINT, signal.SIGTERM)
 _PATIENCE_S = 10.0
 """Without a byte of a request; Prometheus gives up an answer after as long."""
+_PAUSE_S = 0.1
 _OPENS = {
     "hit": "open_hit",
     "miss": "open_miss",
@@ -88,6 +91,7 @@ def _serve(host: str, port: int, registry: Any) -> Exit:
         raise OSError(error.errno, error.strerror, _address(host, port)) from error
     handlers: Any = (_Impatient, server.RequestHandlerClass)
     server.RequestHandlerClass = type("Handler", handlers, {})
+    server.get_request = functools.partial(_take, server.get_request)  # type: ignore[method-assign]
     say(f"serving http://{_address(host, server.server_port)}/metrics")
     signal.sigwait(_ENDS)
     server.shutdown()
@@ -104,6 +108,15 @@ class _Impatient(socketserver.StreamRequestHandler):
         """See :class:`socketserver.BaseRequestHandler`."""
         with contextlib.suppress(TimeoutError):
             super().handle()
+
+
+def _take(accept: Callable[[], Any]) -> Any:
+    """The next connection. Where there is no descriptor for it, the server asks again at once."""
+    try:
+        return accept()
+    except OSError:
+        time.sleep(_PAUSE_S)
+        raise
 
 
 def _address(host: str, port: int) -> str:
