@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
+import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,6 +111,22 @@ def test_arrays_without_elements(
     ours, expected = library.load_file(path)["a"], theirs(path)["a"]
     assert (ours.shape, ours.strides, ours.dtype) == (shape, expected.strides, expected.dtype)
     assert daemon.reads(path) == 1
+
+
+@pytest.mark.parametrize("shape", [[0, 1 << 62], [1] * 70])
+def test_a_shape_that_numpy_refuses_is_no_error_of_ours(
+    shape: list[int], daemon: FakeDaemon, tmp_path: Path
+) -> None:
+    path, size_bytes = tmp_path / "odd.safetensors", 4 * math.prod(shape)
+    odd = {"dtype": "F32", "shape": shape, "data_offsets": [0, size_bytes]}
+    header = json.dumps({"a": odd}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(size_bytes))
+    before = Counter(diagnostics.stats().fallbacks)
+    for load in (theirs, library.load_file):
+        with pytest.raises(ValueError, match=r"dimension|too big"):
+            load(path)
+    after = Counter(diagnostics.stats().fallbacks)
+    assert (after - before, daemon.reads(path)) == ({"unsupported_format": 1}, 1)
 
 
 def test_what_a_program_put_in_its_place_before_is_called(

@@ -69,7 +69,8 @@ def _serve(filename: Any) -> dict[str, Any] | None:
         return None
     try:
         arrays = _arrays(arena.buffer, read_header(arena.buffer))
-    except FormatError as error:
+    # ValueError: of numpy, for a shape that it refuses the library, too.
+    except (FormatError, ValueError) as error:
         diagnostics.fallback("unsupported_format", error, what=path)
         return None
     if arrays is not None:
