@@ -177,6 +177,42 @@ def test_a_child_that_is_forked_in_the_middle_of_a_turn_may_exit(
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
+def test_a_child_that_is_forked_in_the_middle_of_a_turn_begins_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found: it logged that its policy had failed, and ran what its parent was about to queue."""
+    check, parent, ran = ThreadDispatch._check_queued, os.getpid(), list[int]()
+    children, later = list[int](), list[concurrent.futures.Future[int]]()
+
+    def fork_and_check(*arguments: Any) -> None:
+        monkeypatch.undo()
+        later.append(batcher.submit(2))
+        children.append(os.fork())
+        if children[-1] == 0:
+            signal.alarm(round(LONG_S))
+        check(*arguments)
+
+    def run(items: list[int]) -> list[int]:
+        ran.extend(items)
+        return items
+
+    batcher = greedy(run)
+    monkeypatch.setattr(ThreadDispatch, "_check_queued", fork_and_check)
+    try:
+        answer = batcher(1)
+    except BatchingError as error:
+        if os.getpid() == parent:
+            raise
+        found = ("parent" in str(error), batcher(3), ran, caplog.messages)
+        os._exit(7 if found == (True, 3, [3], []) else 1)
+    finally:
+        if os.getpid() != parent:
+            os._exit(1)
+    assert [answer, later[0].result(LONG_S)] == [1, 2]
+    (child,) = children
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
 @pytest.mark.parametrize(
     ("imported", "work"),
     [

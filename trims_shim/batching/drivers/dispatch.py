@@ -231,7 +231,8 @@ class Dispatch(ABC):
 
     def _empty(self) -> None:
         inbox, failed = self._inbox, None
-        while inbox:
+        # A child that a signal handler forks in here has another one: these are its parent's.
+        while inbox and inbox is self._inbox:
             try:
                 self._take(inbox[0])
             except BaseException as error:
@@ -240,6 +241,8 @@ class Dispatch(ABC):
                     self._start_over(None)
                     self._rescue()
                     raise
+                if inbox is not self._inbox:
+                    break
                 self._start_over(error)
                 if inbox[0] is not failed:
                     failed = inbox[0]
