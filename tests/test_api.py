@@ -196,9 +196,19 @@ class TestHandle:
     def test_a_missing_file(self, daemon: FakeDaemon) -> None:
         with pytest.raises(FileNotFoundError):
             trims_shim.open("/no/such/file")
+        assert daemon.counters == {}
+
+    @pytest.mark.parametrize("query", ["", "?sig=secret", f"?sig=secret&{'x' * 300}"])
+    @pytest.mark.parametrize("name", ["a.pt", "a.onnx"])
+    def test_a_url(self, name: str, query: str, daemon: FakeDaemon) -> None:
+        """Found: signed ones are longer than a file's name may be, which was the error."""
+        if name.endswith(".onnx"):
+            pytest.importorskip("onnxruntime")
+        url = f"https://models.example/{name}"
         for function in (trims_shim.open, trims_shim.warm):
-            with pytest.raises(FileNotFoundError, match=r"trims_shim\.fetch"):
-                function("https://models.example/a.pt")
+            with pytest.raises(FileNotFoundError, match=r"trims_shim\.fetch") as raised:
+                function(url + query)
+            assert raised.value.filename == url
         assert daemon.counters == {}
 
 

@@ -141,12 +141,30 @@ def warm(
     ensure_imported("trims_shim.wire.admin")
     from trims_shim.wire.admin import PinImageRequest
 
-    if os.fsdecode(path).endswith(_ONNX_SUFFIX):
-        return _warm_onnx(os.fsdecode(path), is_plain=not pin and device is None, waiting=waiting)
+    name = os.fsdecode(path)
+    if name.endswith(_ONNX_SUFFIX):
+        with _naming_fetch(name):
+            return _warm_onnx(name, is_plain=not pin and device is None, waiting=waiting)
     with open(path, device=device) as handle:
         if pin:
             cache().request(PinImageRequest(handle.digest, is_pinned=True))
         return handle.digest
+
+
+@contextlib.contextmanager
+def _naming_fetch(name: str) -> Iterator[None]:
+    """Where a URL is not found as a file, the error says what to do; not what signs it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENAMETOOLONG):
+            ensure_imported("trims_shim.remote.listing")
+            from trims_shim.remote.listing import is_url, shown
+
+            if is_url(name):
+                advice = "a URL is not a file: open what trims_shim.fetch returns for it"
+                raise FileNotFoundError(errno.ENOENT, advice, shown(name)) from None
+        raise
 
 
 def _warm_onnx(path: str, *, is_plain: bool, waiting: Callable[[], None] | None) -> str:
@@ -209,17 +227,9 @@ def open(
         raise ValueError(f"access is 'shared' or 'private', not {access!r}")
     target = None if device is None else _device_id(device)
     name = os.fsdecode(path)
-    try:
+    with _naming_fetch(name):
         # O_NONBLOCK: a pipe is refused, not waited for.
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError as error:
-        ensure_imported("trims_shim.remote.listing")
-        from trims_shim.remote.listing import is_url
-
-        if is_url(name):
-            advice = "a URL is not a file: open what trims_shim.fetch returns for it"
-            raise FileNotFoundError(errno.ENOENT, advice, name) from error
-        raise
     try:
         full_name = os.path.abspath(name)
         if target is None:
