@@ -157,28 +157,6 @@ def test_a_server_that_says_nothing_more_is_given_up(
         gate.set()
 
 
-def test_a_server_that_goes_on_saying_that_it_will_answer_is_given_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Found: it was waited for without end."""
-    monkeypatch.setattr(module, "_PATIENCE_S", 0.2)
-
-    def promise() -> None:
-        asking, _ = server.accept()
-        with asking, contextlib.suppress(OSError):
-            for _ in range(200):
-                asking.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-                time.sleep(0.01)
-            asking.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx")
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=promise)
-        thread.start()
-        with pytest.raises(RemoteUnreachable, match="timed out"):
-            looked(f"http://127.0.0.1:{server.getsockname()[1]}/vit.pt")
-        thread.join()
-
-
 def test_what_came_before_a_server_says_nothing_more_is_not_lost(
     web: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,15 +26,8 @@ from collections.abc import Iterator
 from email.message import Message
 from html.parser import HTMLParser
 from http import HTTPStatus
-from http.client import (
-    HTTPConnection,
-    HTTPException,
-    HTTPMessage,
-    HTTPResponse,
-    InvalidURL,
-    responses,
-)
-from typing import IO, Any, TypeAlias
+from http.client import HTTPException, HTTPMessage, HTTPResponse, InvalidURL, responses
+from typing import IO, TypeAlias
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from trims_shim import diagnostics
@@ -322,38 +315,9 @@ def _kind_of(url: str) -> tuple[str, int]:
     return split.scheme, split.port or (443 if split.scheme == "https" else 80)
 
 
-class _PatientResponse(HTTPResponse):
-    """Gives up a server that only says that it will answer (100), without end."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._end_s = time.monotonic() + _PATIENCE_S
-
-    def _read_status(self) -> Any:
-        if time.monotonic() > self._end_s:
-            raise TimeoutError("timed out")
-        return super()._read_status()  # type: ignore[misc]
-
-
-class _Patient(urllib.request.AbstractHTTPHandler):
-    def do_open(self, http_class: Any, req: urllib.request.Request, **options: Any) -> Any:
-        def connect(*arguments: Any, **options: Any) -> HTTPConnection:
-            connection: HTTPConnection = http_class(*arguments, **options)
-            connection.response_class = _PatientResponse
-            return connection
-
-        return super().do_open(connect, req, **options)
-
-
-class _Http(_Patient, urllib.request.HTTPHandler): ...
-
-
-class _Https(_Patient, urllib.request.HTTPSHandler): ...
-
-
 @functools.cache
 def _opener() -> urllib.request.OpenerDirector:
-    return urllib.request.build_opener(_Redirects, _Http, _Https)
+    return urllib.request.build_opener(_Redirects)
 
 
 class _Links(HTMLParser):
