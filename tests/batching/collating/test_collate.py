@@ -295,6 +295,8 @@ def test_stacking_converts_numbers() -> None:
     assert stack.join([1, 2]).tolist() == [1, 2]
     assert stack.join([[1.0, 2.0], [3.0, 4.0]]).shape == (2, 2)
     assert stack.join([{"a": 1}, {"a": 2}])["a"].tolist() == [1, 2]
+    assert share_batch(["a", "b"], ["c", "longer\0 one"], spec="stack")
+    assert stack.join([[("a", "b")], [("c", "d\0e")]]).tolist() == [[["a", "b"]], [["c", "d\0e"]]]
     assert not share_batch([1, 2], [1, 2, 3], spec="stack")
     assert not share_batch(1, 1.0, spec="stack")
 
@@ -314,6 +316,9 @@ MASKED = np.ma.masked_array([1, 2], mask=[True, False])
         "a\0",
         np.bytes_(b"a\0"),
         np.str_("a\0"),
+        ["a", "b\0"],
+        [[b"a\0"], [b"b"]],
+        [1, "a"],
     ],
 )
 def test_stacking_refuses_what_it_cannot_stack(item: Any) -> None:

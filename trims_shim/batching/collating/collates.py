@@ -307,8 +307,10 @@ def _as_array(item: Any) -> Any:
         array = None  # rows of different lengths
     if array is None or array.dtype.kind == "O":
         raise _refusal(item)
-    # Arrays lose null characters at the end of a string.
-    if isinstance(item, bytes | str) and array.item() != item:
+    # Arrays lose null characters at the end of a text, and make texts of the numbers beside it.
+    if array.dtype.kind in "SU" and not numpy.array_equal(
+        array.astype(object), numpy.asarray(item, dtype=object)
+    ):
         raise _refusal(item)
     return array
 
