@@ -594,6 +594,23 @@ def test_the_result_of_a_loop_is_the_users_to_make() -> None:
         assert batcher.stats().failed == 1
 
 
+def test_whatever_the_result_of_a_loop_raises_fails_its_row_alone() -> None:
+    def result(pieces: list[int]) -> list[int]:
+        if len(pieces) == 2:
+            raise SystemExit("two")
+        return pieces
+
+    step = counting().stages[-1]
+    assert isinstance(step, Loop)
+    with plain(StagedModel([Loop(step.step, result=result)])) as batcher:
+        futures = [batcher.submit(number) for number in (1, 2, 3)]
+        assert futures[0].result(LONG_S) == [1]
+        with pytest.raises(SystemExit, match="two"):
+            futures[1].result(LONG_S)
+        assert futures[2].result(LONG_S) == [3, 2, 1]
+        batcher.drain(LONG_S)
+
+
 def test_pieces_that_are_streamed_stay_when_a_step_writes_into_the_state() -> None:
     def step(state: Any) -> Stepped:
         state += 1

@@ -225,7 +225,8 @@ class StageJob(Job):
             return END
         try:
             return self._result(entry.pieces or [])
-        except Exception as error:
+        # Whatever it is: it would come again each time that the answers are handed out.
+        except BaseException as error:
             return Failure(error)
 
     def lets_go(self, request: Request) -> bool:
