@@ -332,6 +332,23 @@ def test_a_function_of_a_loop_is_compared_and_streams() -> None:
         assert batcher(3) == [3, 2, 1]
 
 
+def test_a_loop_whose_result_fails_where_the_function_answers_is_none_of_its_function(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def result(pieces: list[int]) -> list[int]:
+        if 2 in pieces:
+            raise ValueError("two")
+        return pieces
+
+    loop = Loop(lambda state: Stepped(state, state, [True] * len(state)), result=result)
+    staged = StagedModel([lambda items: items, loop])
+    with windowed(lambda items: [[item] for item in items], model=staged) as batcher:
+        for _ in range(2):
+            assert list(batcher.map([1, 2, 3])) == [[1], [2], [3]]
+    (record,) = caplog.records
+    assert "different results" in record.getMessage()
+
+
 @pytest.mark.parametrize("stages", [[double], [double, Loop(lambda state: Stepped(state, state))]])
 def test_without_threads_a_plain_call_is_advised_only_where_it_needs_none(
     stages: list[Any], monkeypatch: pytest.MonkeyPatch

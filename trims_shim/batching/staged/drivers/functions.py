@@ -176,7 +176,13 @@ class StagedFunction(BatchFunction):
 
     def _result_of(self, found: Any) -> Any:
         loop = self.model.loop
-        return loop.result(list(found.pieces)) if loop and isinstance(found, Pieces) else found
+        if loop is None or not isinstance(found, Pieces):
+            return found
+        try:
+            return loop.result(list(found.pieces))
+        except Exception as error:
+            pass_on(error)
+            return Failure(error)
 
     def _is_same(self, expected: Sequence[Any], found: Sequence[Any]) -> bool:
         pairs = [
