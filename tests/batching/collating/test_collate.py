@@ -578,6 +578,19 @@ def test_a_collate_of_the_users_is_checked_as_well() -> None:
         answers(collate_of(Wrong()), [1, 2], [1, 2], function="f")
 
 
+def test_results_are_counted_not_asked_for_their_number() -> None:
+    class Fewer(list[int]):
+        def __len__(self) -> int:
+            return 2
+
+    class Wrong(type(collate_of("list"))):  # type: ignore[misc]
+        def split(self, results: Any, items: Any) -> Any:
+            return Fewer([1])
+
+    with pytest.raises(BadBatch, match=r"f: Wrong\.split made 1 results of 2 items"):
+        answers(Wrong(), [], [1, 2], function="f")
+
+
 # --- sizes, columns, fields -----------------------------------------------------------------------
 
 

@@ -141,7 +141,8 @@ def answers(
     """
     try:
         more = () if padded is None else (padded,)
-        found = collate.split(results, items, *more)
+        # A list before it is counted: a user's sequence may have another length than it says.
+        found = list(collate.split(results, items, *more))
     except BadBatch as error:
         raise BadBatch(f"{function} {error}") from error
     if len(found) != len(items):
@@ -149,7 +150,7 @@ def answers(
             f"{function}: {type(collate).__name__}.split made {len(found)} results of "
             f"{len(items)} items"
         )
-    return list(found)
+    return found
 
 
 _NAMES: dict[str, Callable[[], Collate]] = {
