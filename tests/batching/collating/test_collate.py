@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import warnings
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -666,6 +666,12 @@ def test_items_that_are_batches_are_concatenated() -> None:
     assert [len(each) for each in answers(collate, np.zeros(3), [[1], [2, 3]])] == [1, 2]
     with pytest.raises(BadBatch, match="batch of 3"):
         answers(collate, [1, 2], items)
+
+
+@pytest.mark.parametrize("kind", [list, deque, iter])
+def test_each_item_that_is_a_batch_gets_its_share_of_any_sequence(kind: Any) -> None:
+    results = kind([1, 2, 3])
+    assert collate_of("concatenate").split(results, [["a"], ["b", "c"]]) == [[1], [2, 3]]
 
 
 def test_items_that_are_batches_need_one_size() -> None:

@@ -21,6 +21,7 @@ Anything else, and every wrong number, is a BadBatch. It says what was found and
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -90,6 +91,8 @@ def _split_sequence(results: Any, count: int, sizes: Sequence[int] | None, where
         raise BadBatch(f"returned {found} results ({kind}){where} for a batch of {expected} items")
     if sizes is None:
         return list(results)
+    if isinstance(results, deque):  # the sequence that has no slices
+        results = list(results)
     parts, start = [], 0
     for size in sizes:
         parts.append(results[start : start + size])
