@@ -46,6 +46,17 @@ def test_estimates_are_those_of_what_was_measured(tmp_path: Path) -> None:
     assert load_problem(tmp_path / "p.json") == problem
 
 
+def test_many_latencies(tmp_path: Path) -> None:
+    """Three members, which were measured with the largest batches."""
+    (member,) = random_problem(Random(1), devices=1, members=1).members.values()
+    (kind,) = member.footprints
+    latencies = {kind: LatencyProfile.linear(0.1, 100, max_batch_size=1 << 16)}
+    measured = MemberProfile(member.footprints, latencies)
+    problem = Problem([Device("x", 1 << 40, kind=kind)], dict.fromkeys("abc", measured), (1 << 16,))
+    save_problem(tmp_path / "p.json", problem)
+    assert load_problem(tmp_path / "p.json") == problem
+
+
 def test_members_without_latencies_and_other_pools(tmp_path: Path) -> None:
     footprints = random_problem(Random(1), devices=1, members=1).members["m0"].footprints
     device = Device("x", 1 << 40, kind="gpu", pool="p", is_reserve=True)

@@ -23,6 +23,7 @@ _FORMAT = JsonFormat(
     noun="problem of an ensemble",
     version=1,
     command="trims_shim.ensemble.save_problem",
+    limit_bytes=64 << 20,  # a member's latencies of the largest batches are up to 2 MB
 )
 _MOST_BYTES = 1 << 60
 

@@ -17,7 +17,6 @@ from trims_shim.replacing import replace_file
 
 __all__ = ["LARGEST_SIZE", "JsonFormat", "largest_of", "latencies_of"]
 
-_LIMIT_BYTES = 4 << 20
 LARGEST_SIZE = 1 << 16
 
 
@@ -29,6 +28,8 @@ class JsonFormat:
     noun: str
     version: int
     command: str
+    limit_bytes: int = 4 << 20
+    """Far more than any has: a larger one is not ours, and not worth decoding."""
 
     def write(self, path: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
         """Write or replace the file at ``path``, also a link. Raises OSError."""
@@ -39,9 +40,8 @@ class JsonFormat:
         """The fields of the file, unchecked. Raises OSError and FormatError."""
         name = os.fspath(path)
         with naming(name), open(name, "rb") as file:
-            content = file.read(_LIMIT_BYTES + 1)
-        # Far more than any profile: not ours, and not worth decoding.
-        if len(content) > _LIMIT_BYTES:
+            content = file.read(self.limit_bytes + 1)
+        if len(content) > self.limit_bytes:
             raise CorruptFile(f"{name} is too large for a {self.noun}")
         if not content.strip():
             raise TruncatedFile(f"{name} is empty, not a {self.noun}; `{self.command}` makes one")
