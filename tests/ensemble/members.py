@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import multiprocessing.connection
 import os
@@ -208,6 +209,12 @@ def dying_with_a_command(value: float, marks: str, device: str) -> Function:
     """As ``dying_at``, once; its process has started a command that lives until a mark "end"."""
     os.system(f"until [ -e '{marks}/end' ]; do sleep .1; done &")
     return dying_at(value, marks, 1, device)
+
+
+def with_a_pool(device: str) -> Function:
+    """Answers with the number of the process in its pool."""
+    pool = concurrent.futures.ProcessPoolExecutor(1)
+    return lambda batch: [pool.submit(os.getpid).result()] * len(batch)
 
 
 def stopping_as_it_answers(device: str) -> Function:

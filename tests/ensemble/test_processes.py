@@ -186,6 +186,18 @@ def test_a_dead_worker_is_seen_though_its_child_lives(tmp_path: Path, dying: Any
             (tmp_path / "end").touch()
 
 
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_workers_own_pool_ends_with_it(wait: bool) -> None:
+    ensemble = ensemble_of(members.with_a_pool, combine="none")
+    pid = ensemble.submit([1]).result(PATIENCE_S)["a"][0]
+    ensemble.close(wait=wait)
+    try:
+        wait_until(lambda: not is_running(pid))
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        raise
+
+
 def test_a_dead_worker_is_seen_though_the_program_forked_while_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

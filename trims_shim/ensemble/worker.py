@@ -13,6 +13,7 @@ Source: Pochelu et al. (2022), section 2.1 (batcher, predictor and prediction se
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import multiprocessing.process
 import multiprocessing.spawn
 import os
@@ -24,7 +25,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from trims_shim.children import be_called
 from trims_shim.ensemble import messages
@@ -52,11 +53,23 @@ def main(descriptor: int) -> None:
     try:
         _serve(channel)
     except (EOFError, ConnectionError):  # The program has ended.
-        os._exit(0)
+        _end(0)
     except BaseException:
         traceback.print_exc()
-    # Without a thread of the model's, which may keep a process from its end.
-    os._exit(1)
+    _end(1)
+
+
+def _end(status: int) -> NoReturn:
+    """End the process without its threads: one of the model's may keep it from its end.
+
+    What it has started by ``multiprocessing`` ends, too. Else the processes of a pool of
+    ``concurrent.futures``, which hold both ends of its pipe, would wait for work for ever.
+    """
+    try:
+        for child in multiprocessing.active_children():
+            child.terminate()
+    finally:
+        os._exit(status)
 
 
 def _serve(channel: Channel) -> None:
@@ -150,14 +163,14 @@ class _Worker:
             except (EOFError, OSError):
                 # The program has ended, or wants no more. The main thread may be in a model for
                 # long.
-                os._exit(0)
+                _end(0)
             try:
                 self._handle(message)
             except EOFError:  # It has ended before it sent all of the message.
-                os._exit(0)
+                _end(0)
             except BaseException:  # no memory, or no descriptor left
                 traceback.print_exc()
-                os._exit(1)
+                _end(1)
 
     def _handle(self, message: Any) -> None:
         if isinstance(message, messages.RunJob):
