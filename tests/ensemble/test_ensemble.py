@@ -457,6 +457,11 @@ MEMBERS = [Member("a", members.row_sums), Member("b", members.row_sums)]
         ([Member("a", members.row_sums, weight=cast(Any, "1"))], {}, "a weight of '1'"),
         ([Member("a", members.row_sums)], {"devices": []}, "devices is empty; name one"),
         ([Member("a", members.row_sums, weight=0.0)], {}, "all members have a weight of 0"),
+        (
+            [Member(name, members.row_sums, weight=1e308) for name in "ab"],
+            {},
+            "too large for a sum",
+        ),
         (MEMBERS, {"segment_size": 0}, "1 or more"),
         (MEMBERS, {"max_segments": 0}, "1 or more"),
         (MEMBERS, {"restarts": -1}, "restarts is -1; 0 is for none"),

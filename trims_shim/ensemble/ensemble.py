@@ -196,8 +196,11 @@ def _check(
             is_weight = False
         if not is_weight:
             raise ValueError(f"member {member.name!r} has a weight of {member.weight!r}")
-    if not sum(member.weight for member in members):
+    total = sum(member.weight for member in members)
+    if not total:
         raise ValueError("all members have a weight of 0")
+    if total == float("inf"):
+        raise ValueError("the weights of all members are too large for a sum")
     if any(each is not None and each < 1 for each in (segment_size, max_segments)):
         raise ValueError("segment_size and max_segments need to be 1 or more")
     if restarts < 0:
