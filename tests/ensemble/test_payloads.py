@@ -127,6 +127,20 @@ def test_rows_joined_are_the_whole(value: Any, is_copied: bool) -> None:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
+        ({"a": np.ones(2)}, {"a": np.ones(2), "b": np.ones(2)}),
+        ({"a": np.ones(2), "b": np.ones(2)}, {"a": np.ones(2)}),
+        ((np.ones(2),), (np.ones(2), np.ones(2))),
+        ({"a": np.ones(2)}, np.ones(2)),
+    ],
+)
+def test_batches_of_other_parts_are_not_joined(one: Any, other: Any) -> None:
+    with pytest.raises(ValueError, match="the parts of one batch are"):
+        joined([one, other])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
         (np.array([1, 0]), np.array([0.5, 1.0])),
         (torch.tensor([1, 0]), torch.tensor([0.5, 1.0])),
         (np.array(["2020"], "M8[Y]"), np.array(["2020-02"], "M8[M]")),

@@ -71,7 +71,7 @@ def rows_of(value: Any, start: int, stop: int, *, is_copied: bool = False) -> An
 
 
 def joined(values: Sequence[Any]) -> Any:
-    """One value with the rows of all, in their order; they are of one structure."""
+    """One value with the rows of all, in their order. Raises ValueError if their parts differ."""
     first = values[0]
     if len(values) == 1:
         return first
@@ -81,6 +81,12 @@ def joined(values: Sequence[Any]) -> Any:
     if isinstance(first, list):
         return [row for value in values for row in value]
     parts = parts_of(first) or {}
+    for value in values:
+        if (found := (parts_of(value) or {}).keys()) != parts.keys():  # else some would be lost
+            raise ValueError(
+                f"the parts of one batch are {list(parts)}, and of another one {list(found)}: all "
+                "need the same ones"
+            )
     return with_parts(
         first, {name: joined([part_of(value, name) for value in values]) for name in parts}
     )
