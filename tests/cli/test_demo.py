@@ -45,13 +45,15 @@ def test_with_a_setting_that_cannot_be_used_nothing_is_measured(trims: Trims) ->
 
 
 @pytest.mark.slow
-def test_the_demonstration_succeeds_without_extras_and_fits_a_narrow_terminal(
+def test_the_demonstration_succeeds_without_extras_or_numpy_and_fits_a_narrow_terminal(
     trims: Trims, tmp_path: Path
 ) -> None:
     temporary = tmp_path / ("longer_than_a_name_of_a_socket_" * 4)
     temporary.mkdir()
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError\n")
     done = trims.python(
         *("-c", WITHOUT_RICH, "demo", "--size-mb=1", "--processes=2"),
+        PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
         TRIMS_HOST_BYTES="1G",
         TMPDIR=str(temporary),
     )

@@ -55,6 +55,7 @@ _AREA = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ [0-9a-f]+ ([0-9a-f]+:[0-9a-f]+) (\
 _PROGRAM = '''\
 """A text model behind a server: loads its weights, answers once, stays up. Ordinary torch code."""
 
+import ctypes
 import hashlib
 import json
 import os
@@ -108,12 +109,13 @@ def main(path, layers):
         answer = model(torch.arange(16).unsqueeze(0))
     end = time.perf_counter()
 
+    answer_bytes = ctypes.string_at(answer.data_ptr(), answer.nbytes)  # torch may have no numpy
     report = {
         "pid": os.getpid(),
         "load_s": loaded - start,
         "load_state_dict_s": ready - loaded,
         "first_answer_s": end - ready,
-        "checksum": hashlib.sha256(answer.numpy().tobytes()).hexdigest()[:16],
+        "checksum": hashlib.sha256(answer_bytes).hexdigest()[:16],
     }
     print(json.dumps(report), flush=True)
     sys.stdin.readline()  # a server would wait for requests here
