@@ -212,6 +212,15 @@ def test_processes_that_were_not_served_are_no_success(change: dict[str, Any]) -
     assert len(said) == (1 if "segments" in change else 3), "of those that were, the rest is said"
 
 
+@pytest.mark.slow
+def test_why_processes_were_not_served_is_said(trims: Trims) -> None:
+    done = trims("demo", "--size-mb=1", "--processes=2", TRIMS_GROUP="no-such-group")
+    assert done.returncode == Exit.FAILED
+    said = " ".join(done.stdout.split())
+    assert "the framework's own loader was used (daemon_start_failed): the daemon could not" in said
+    assert "no group 'no-such-group' on this machine" in said
+
+
 def test_what_a_process_shares_is_what_it_has_mapped_and_not_written(tmp_path: Path) -> None:
     page, pages = mmap.PAGESIZE, 16
     named = tmp_path / "library"

@@ -50,6 +50,8 @@ _COPIES = 3
 which has not loaded its weights yet."""
 _SERVED_FRACTION = 0.9
 """Share of the checkpoint's bytes that must be shared for a process to count as served."""
+_WARNING = "the framework's own loader is used "
+"""In the shim's warning (:mod:`trims_shim.diagnostics`); why it is used follows."""
 _AREA = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ [0-9a-f]+ ([0-9a-f]+:[0-9a-f]+) (\d+)\s*(.*)$")
 
 _PROGRAM = '''\
@@ -158,6 +160,7 @@ class _Run:
     proportional_bytes: int = 0
     shared_fraction: float = 0.0
     segments: tuple[str, ...] = ()
+    complaint: str = ""
 
     @property
     def ready_s(self) -> float:
@@ -347,7 +350,8 @@ def _program(place: _Place, label: str, with_shim: bool) -> Iterator[_Run]:
                 f"process {label} has failed, or not answered within {_ANSWER_DEADLINE_S:g} s:\n"
                 + _tail(complaints.read_text())
             )
-        yield _Run(label=label, with_shim=with_shim, **json.loads(line))
+        complaint = _complaint(complaints.read_text(errors="replace"))
+        yield _Run(label=label, with_shim=with_shim, complaint=complaint, **json.loads(line))
     finally:
         _end(process)
 
@@ -382,6 +386,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             raise
     finally:
         process.stdout.close()
+
+
+def _complaint(text: str) -> str:
+    """Why a load was not served, with its reason in parentheses, as the shim warned of it."""
+    return next((line.partition(_WARNING)[2] for line in text.splitlines() if _WARNING in line), "")
 
 
 def _tail(text: str) -> str:
@@ -449,13 +458,15 @@ def _conclude(runs: Sequence[_Run]) -> tuple[bool, list[str]]:
     plain, first, *later = runs
     are_equal = len({run.checksum for run in runs}) == 1
     served = [run for run in later if _is_served(run, [first, *later])]
+    complaint = next((run.complaint for run in later if run not in served and run.complaint), "")
     sentences = []
     if not are_equal:
         sentences.append("The results differ. This is a bug: please report it.")
     if len(served) < len(later):
         sentences.append(
             f"{len(later) - len(served)} of {len(later)} later processes were not served by the "
-            "cache; the framework's own loader was used. Run 'trims info' to see why."
+            "cache; the framework's own loader was used"
+            + (f" {complaint}" if complaint else ". Run 'trims info' to see why.")
         )
     if served:
         sentences.append(_speed(plain, served))
