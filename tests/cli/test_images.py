@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -66,6 +67,17 @@ def test_warm_says_what_will_not_be_served(warmed: Trims, tmp_path: Path, models
     assert "neither a zip of torch.save nor safetensors" in said["no model"]
     assert "smaller than TRIMS_MIN_BYTES (1.0 MiB)" in said["small"]
     assert ";" not in said["good"]
+
+
+def test_the_command_that_pins_a_cold_file_can_be_run_as_it_is_said(
+    warmed: Trims, tmp_path: Path
+) -> None:
+    cold = tmp_path / "my model.pt"
+    cold.write_bytes(os.urandom(MODEL_BYTES))
+    done = warmed("pin", str(cold))
+    assert done.returncode == Exit.FAILED
+    _, command, _ = done.stderr.split("`")
+    assert shlex.split(command) == ["trims", "warm", "--pin", str(cold)]
 
 
 @pytest.mark.parametrize("more", [(), ("--json",)])

@@ -10,6 +10,7 @@ import glob
 import importlib.util
 import mmap
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -273,7 +274,9 @@ def _pin(arguments: argparse.Namespace, *, is_pinned: bool) -> Exit:
         if is_pinned and name.endswith(ONNX_SUFFIX):
             raise UnknownImage(f"{name}: prepared ONNX models are not pinned") from None
         if is_pinned and os.path.isfile(name):
-            raise UnknownImage(f"{name} is not in the cache; `trims warm --pin {name}`") from None
+            raise UnknownImage(
+                f"{name} is not in the cache; `trims warm --pin {shlex.quote(name)}`"
+            ) from None
         raise
     if arguments.json:
         print_json({"digest": reply.digest, "is_pinned": is_pinned})
