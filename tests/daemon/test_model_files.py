@@ -332,6 +332,13 @@ class TestStructure:
         reply = prepare(path, directory)
         assert (reply.reason, reply.is_lasting) == ("unknown_model", True)
 
+    def test_a_file_of_something_else(self, tmp_path: Path, directory: Path) -> None:
+        path = tmp_path / "model.onnx"
+        path.write_text("version https://git-lfs.github.com/spec/v1\n")
+        reply = prepare(path, directory)
+        assert reply.reason == "unknown_model"
+        assert reply.message.startswith("cannot be read as an ONNX model: ")
+
     def test_an_ep_context(self, tmp_path: Path, directory: Path) -> None:
         path = tmp_path / "model.onnx"
         path.write_bytes(BROKEN["ep_context"]())

@@ -207,7 +207,7 @@ def _read(view: memoryview) -> OnnxModel:
         return read_model(view)
     except FormatError as error:
         # Only the original knows whether it can load this, and which error to raise.
-        raise Refusal("unknown_model", f"{type(error).__name__}: {error}") from error
+        raise Refusal("unknown_model", f"cannot be read as an ONNX model: {error}") from error
 
 
 def _check_location(location: str) -> None:
