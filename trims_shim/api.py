@@ -170,6 +170,7 @@ def _naming_fetch(name: str) -> Iterator[None]:
 def _warm_onnx(path: str, *, is_plain: bool, waiting: Callable[[], None] | None) -> str:
     if not is_plain:
         raise UnsupportedFormat(f"{path}: prepared ONNX models are neither pinned nor on a device")
+    os.stat(path)
     try:
         ensure_imported("trims_shim.patches.onnxruntime_warm")
         from trims_shim.patches.onnxruntime_warm import prepare

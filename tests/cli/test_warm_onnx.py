@@ -108,3 +108,14 @@ def test_directories_without_onnxruntime(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     assert list(images._files(str(tmp_path))) == []
     assert list(images._files(str(tmp_path / "model.onnx"))) == [str(tmp_path / "model.onnx")]
+
+
+def test_a_model_that_is_not_there_needs_no_onnxruntime(trims: Trims, tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['onnxruntime'] = None\n"
+        "from trims_shim.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    path = tmp_path / "model.onnx"
+    assert "No such file" in trims.python("-c", code, "warm", str(path)).stderr
+    path.touch()
+    assert "pip install onnxruntime" in trims.python("-c", code, "warm", str(path)).stderr
