@@ -101,6 +101,7 @@ def make_mapping(length=3):
 
 by_name = ByName().eval()
 branching = torch.nn.Sequential(*[Branch() for _ in range(4)]).eval()
+training = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 staged = make_staged()
 batcher = Batcher(staged, max_batch_size=3, collate="list")
 with_function = batched(model=staged, max_batch_size=3, collate="list")(embed)
@@ -362,6 +363,15 @@ def test_what_cannot_be_traced_is_cut_at_its_blocks(
     assert main(["stage", *words, "-o", "made.json"]) == Exit.OK
     assert "saved: Batcher(slice_blocks(..., 3), profile='made.json')" in capsys.readouterr().out
     assert len(load_saved_stages("made.json").profile.stages) == 3
+
+
+def test_what_neither_way_of_cutting_takes_is_said_once(
+    app: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["profile", "stage_app:training", *MODULE_WORDS[2:], "--stages", "3"]
+    assert main(["stage", *words]) == Exit.FAILED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("trims: Sequential cannot be cut into stages: it is in train mode")
 
 
 def test_more_stages_than_there_are_places_to_cut(

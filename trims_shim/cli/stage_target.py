@@ -122,6 +122,8 @@ class StageTarget:
             try:
                 return slice_blocks(model, example, count)
             except (StagingError, ValueError) as error:
+                if str(error) == str(untraced):
+                    raise
                 # Either may be what the user can do something about.
                 raise StagingError(f"slice_model: {untraced}\nslice_blocks: {error}") from error
 
