@@ -43,6 +43,7 @@ from trims_shim.memory.limits import machine_bytes, memory_limit_bytes
 from trims_shim.memory.nvml import INSTALL, is_installed
 from trims_shim.patches.points import PatchState, is_in_place, resolve
 from trims_shim.remote.copies import Copies, Copy
+from trims_shim.wire.admin import GetStatusRequest
 from trims_shim.wire.endpoint import Endpoint
 from trims_shim.wire.messages import Welcome
 
@@ -128,11 +129,15 @@ class WrapperChain:
 
 @dataclass(frozen=True, slots=True)
 class MemoryKind:
-    """A kind of host memory, and why it does not work here."""
+    """A kind of host memory, and why it does not work here.
+
+    ``is_used``: by the daemon that runs, or else by one that this process would start.
+    """
 
     kind: str
     is_available: bool
     reason: str
+    is_used: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,17 +287,18 @@ def look(*, with_libraries: bool = False) -> Description:
 
 def _look(the_cache: Cache, problems: tuple[str, ...]) -> Description:
     settings = the_cache.config
+    daemon = _daemon(the_cache)
     return Description(
         versions=dict(_versions()),
         problems=problems,
         patches=tuple(_patches(settings, problems)),
         wrappers=tuple(_wrappers()),
-        memory=_memory(),
+        memory=_memory(the_cache, daemon),
         device=_device(settings),
         prepared=_prepared(the_cache),
         remote=_remote(settings),
         socket=_socket(the_cache.endpoint),
-        daemon=_daemon(the_cache),
+        daemon=daemon,
         limits=_limits(),
         config_file=configuration.config_file(os.environ),
         settings=tuple(_settings(settings)),
@@ -419,11 +425,27 @@ def _origin(function: object) -> str:
 # --- machine --------------------------------------------------------------------------------------
 
 
-def _memory() -> tuple[MemoryKind, ...]:
+def _memory(the_cache: Cache, daemon: DaemonStatus) -> tuple[MemoryKind, ...]:
     try:
-        return tuple(MemoryKind(*row) for row in ask_child(_PROBE))
+        rows = ask_child(_PROBE)
     except NoAnswer as error:
-        return (MemoryKind("unknown", False, f"not tried: {error}"),)
+        return (MemoryKind("unknown", False, f"not tried: {error}", False),)
+    used = _kind_of(the_cache) if daemon.is_running and not daemon.problem else ""
+    if not used:
+        wanted = the_cache.config.memory_kind
+        works = (kind for kind, is_available, _ in rows if is_available)
+        used = next((kind for kind in works if wanted in ("auto", kind)), "")
+    return tuple(
+        MemoryKind(kind, is_available, reason, kind == used) for kind, is_available, reason in rows
+    )
+
+
+def _kind_of(the_cache: Cache) -> str:
+    try:
+        kind: str = the_cache.request(GetStatusRequest()).memory.kind
+    except TrimsError:  # it has ended since
+        return ""
+    return kind
 
 
 def _device(settings: Config) -> DeviceSupport:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,7 @@ from trims_shim.inspection import (
     Description,
     DeviceFound,
     DeviceSupport,
+    MemoryKind,
     WrapperChain,
 )
 
@@ -89,6 +92,30 @@ def test_the_verdict_comes_first(warmed: Trims, trims: Trims) -> None:
     assert idle["daemon"] == "none answers; no load starts one"
     assert verdict(trims("info", TRIMS_ENABLED="yes").stdout)["shim"].startswith("active; ")
     assert verdict(trims("info", TRIMS_STRIKT="1").stdout)["shim"].startswith("inactive; ")
+
+
+def test_the_memory_that_is_used_is_the_daemons_or_what_one_would_take(
+    new_trims: Callable[[], Trims], model: Path
+) -> None:
+    def used(**variables: str) -> tuple[str, list[str]]:
+        text = trims("info", **variables).stdout
+        (short,) = [line for line in text.splitlines() if line.startswith("  host memory ")]
+        kinds = [line.split()[0] for line in text.splitlines() if "works, and is used" in line]
+        return short.split(maxsplit=2)[-1], kinds
+
+    trims = new_trims()
+    assert used(TRIMS_MEMORY_KIND="memfd") == ("shared (memfd)", ["memfd"])
+    assert trims("warm", str(model), TRIMS_MEMORY_KIND="memfd").returncode == Exit.OK
+    assert used() == ("shared (memfd)", ["memfd"])
+
+
+def test_memory_of_a_daemon_that_may_do_more_than_this_process() -> None:
+    kinds = (MemoryKind("tmpfs-huge", False, "no root", True), MemoryKind("memfd", True, "", False))
+    found = replace(inspection.look(), memory=kinds)
+    _, theirs, ours = info._memory(found).splitlines()
+    assert theirs.split(maxsplit=1) == ["tmpfs-huge", "the daemon's; here: no root"]
+    assert ours.split() == ["memfd", "works"]
+    assert "shared (tmpfs-huge)" in info._in_short(found)
 
 
 NONE = DaemonStatus(False, 0, "", 0, False, True, True, "there is none")

@@ -58,7 +58,7 @@ def _in_short(found: Description) -> str:
         f"{counts[state]} {text}" for state, text in _STATES.items() if counts[state]
     )
     is_on = counts["off"] < len(found.patches)
-    kind = next((each.kind for each in found.memory if each.is_available), "")
+    kind = next((each.kind for each in found.memory if each.is_used), "")
     devices = ", ".join(f"cuda:{each.index}" for each in found.device.devices)
     lines = [
         ("shim", f"{'active' if is_on else 'inactive'}; patch points: {points}"),
@@ -94,12 +94,13 @@ def _patches(found: Description) -> str:
 
 def _memory(found: Description) -> str:
     lines = []
-    is_first = True
     for each in found.memory:
-        what = ("works, and is used" if is_first else "works") if each.is_available else each.reason
-        is_first = is_first and not each.is_available
+        what = "works" if each.is_available else each.reason
+        if each.is_used:
+            what = "works, and is used" if each.is_available else f"the daemon's; here: {what}"
         lines.append((each.kind, what))
-    return "host memory, best first (TRIMS_MEMORY_KIND=auto)\n" + _pairs(lines)
+    chosen = next(each.value for each in found.settings if each.name == "memory_kind")
+    return f"host memory, best first (TRIMS_MEMORY_KIND={chosen})\n" + _pairs(lines)
 
 
 def _device(found: Description) -> str:
