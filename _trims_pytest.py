@@ -2,9 +2,10 @@
 
 The module lies beside the package, so that pytest's start imports neither trims_shim nor torch.
 Switched off, it does nothing. Switched on, it sets the environment before the first conftest is
-imported. So tests, their subprocesses and all pytest-xdist workers of a run share one daemon in one
-short-lived socket directory. The process that chose the directory (the xdist controller, or the
-only process) stops the daemon and removes the directory at the end; workers do neither.
+imported. So tests, their subprocesses that import trims_shim and all pytest-xdist workers of a run
+share one daemon in one short-lived socket directory. The process that chose the directory (the
+xdist controller, or the only process) stops the daemon and removes the directory at the end;
+workers do neither.
 
 Precedence: ``--trims`` or ``--no-trims``, then TRIMS_ENABLED=0 in the environment, then the ini.
 """
