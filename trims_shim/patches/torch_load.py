@@ -17,6 +17,7 @@ go. Where that may be a device, the file's own mapping stands in for the cache's
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import logging
 import os
@@ -37,9 +38,8 @@ from trims_shim.patches.asking import or_none
 from trims_shim.patches.points import PatchPoint, is_own
 from trims_shim.patches.torch_archive import ArchiveReader, ServedArchive, missing_method, serve
 from trims_shim.patches.torch_from_file import loads
-from trims_shim.patches.torch_modes import has_foreign_mode, has_mode, uncompiled, unseen
+from trims_shim.patches.torch_modes import has_foreign_mode, has_mode, uncompiled
 from trims_shim.patches.torch_rebuild import Built, collector_paused
-from trims_shim.patches.torch_storage import bytes_over
 
 __all__ = ["POINTS"]
 
@@ -336,9 +336,8 @@ def _served_by(reader: _Reader, overall_storage: Any) -> ServedArchive | None:
     found = arenas.find(address, size_bytes)
     if found is None or found[1] != 0 or found[0].size_bytes != size_bytes:
         return None
-    with unseen():
-        array: Any = bytes_over(overall_storage).numpy()
-    view = memoryview(array)
+    content = (ctypes.c_char * size_bytes).from_address(address)  # numpy may not be there
+    view = memoryview(content).cast("B")
     return serve(overall_storage, view, "torch.load(mmap=True)")
 
 
