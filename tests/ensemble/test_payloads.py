@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -66,6 +67,17 @@ def test_tensors_of_every_layout(tensor: torch.Tensor) -> None:
     assert torch.equal(found, tensor)
     assert not found.requires_grad
     found.add_(1)  # its memory is its own
+
+
+def test_tensors_need_no_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found: torch comes without it, and no sample got to a worker."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "numpy":
+            monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delattr(torch, "from_numpy")
+    monkeypatch.setattr(torch.Tensor, "numpy", None, raising=False)
+    given = torch.arange(12.0).reshape(3, 4)
+    assert torch.equal(there_and_back(given), given)
 
 
 def test_unusual_tensors_go_the_way_of_torch() -> None:

@@ -8,6 +8,7 @@ workers that it has started itself, so unpickling them trusts nobody else.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import pickle
 from collections.abc import Callable, Iterable, Sequence
@@ -117,11 +118,9 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not _is_plain_tensor(value):
             return NotImplemented
-        import torch
-
         whole = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        content = whole.reshape(-1).view(torch.uint8).numpy()
-        return _tensor, (content, str(value.dtype).partition(".")[2], tuple(value.shape))
+        name = str(value.dtype).partition(".")[2]
+        return _tensor, (_content(whole), name, tuple(value.shape))
 
 
 def _is_plain_tensor(value: Any) -> bool:
@@ -135,7 +134,17 @@ def _is_plain_tensor(value: Any) -> bool:
     return library is not None and library.signature(value) is not None
 
 
+def _content(whole: Any) -> pickle.PickleBuffer:
+    """The memory of a tensor, without numpy, which may not be there; keeps the tensor."""
+    memory: Any = (ctypes.c_char * whole.nbytes).from_address(whole.data_ptr())
+    memory.owner = whole
+    return pickle.PickleBuffer(memory)
+
+
 def _tensor(content: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     import torch
 
-    return torch.from_numpy(content).view(getattr(torch, dtype)).reshape(shape)
+    kind = getattr(torch, dtype)
+    if 0 in shape:  # frombuffer refuses an empty buffer
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(content, dtype=torch.uint8).view(kind).reshape(shape)
