@@ -168,6 +168,19 @@ class TestPackets:
         assert not client.is_open
         assert server.counters["rejected_packets"] == 0, "it has only gone"
 
+    def test_who_goes_without_reading_is_not_rejected(
+        self, server: Server, connect: Connect
+    ) -> None:
+        """Found: each client that was killed before it read its segment was counted."""
+        killed, hasty = connect(), connect(hello=False)
+        server.hand_over(killed.session, messages.SegmentGrant(1, 1))
+        hasty.send(HELLO)
+        for client in (killed, hasty):
+            client.connection.close()
+            server._read_session(client.session, 2)
+            assert not client.is_open
+        assert server.counters["rejected_packets"] == 0
+
     def test_those_of_a_turn_are_shared_among_clients(
         self, server: Server, connect: Connect
     ) -> None:

@@ -290,6 +290,8 @@ class Server(Daemon):
                     return
         except BlockingIOError:
             return
+        except ConnectionError:  # The client has gone, and did not read all that we sent.
+            self.end_session(session, "")
         except (TrimsError, OSError) as error:
             self.counters["rejected_packets"] += 1
             self.end_session(session, str(error))
