@@ -173,6 +173,14 @@ def test_each_number_is_in_its_place() -> None:
     assert fourth.strip() == "5 hits, 6 made, 7 failed, 8 refused"
 
 
+def test_a_full_reply_may_leave_some_out() -> None:
+    """Found: of 300 models that could not be prepared, 200 were said to be all."""
+    rows = [_row("ready")] + [_row("refused")] * (admin.PREPARED_IN_REPLY - 1)
+    third = prepared_lines(_reply(*rows))[2]
+    assert third.strip() == "1 ONNX model, 0 in preparation, 199 not servable, or more;"
+    assert "or more" not in prepared_lines(_reply(*rows[1:]))[2]
+
+
 def test_no_models() -> None:
     """Yet, or any more."""
     assert prepared_lines(_reply()) == ["prepared  no ONNX model yet; there may be 1.0 MiB of them"]

@@ -218,10 +218,10 @@ def test_the_largest_status_fits_a_message(setting: Setting) -> None:
         key = f"{number:064d}"
         store.adopt(Entry(key, 1 << 40, "r" * 64, 1 << 60, number, names))
     reply = setting.world.status()
-    assert len(reply.prepared) == requests._PREPARED_IN_STATUS
+    assert len(reply.prepared) == admin.PREPARED_IN_REPLY
     assert reply.prepared[0].key.endswith("4999")
     only = (codec.encode(each) for each in reply.prepared)
-    limit = 400 * requests._PREPARED_IN_STATUS + requests._PREPARED_NAMES_LIMIT_BYTES
+    limit = 400 * admin.PREPARED_IN_REPLY + requests._PREPARED_NAMES_LIMIT_BYTES
     assert sum(map(len, only)) < limit
 
 
@@ -229,7 +229,7 @@ def test_parts_of_a_status_fit_together() -> None:
     """The arithmetic of what ``trims status`` may have to carry."""
     names = requests._STATUS_NAMES_LIMIT_BYTES + requests._PREPARED_NAMES_LIMIT_BYTES
     rows = 300 * admin.IMAGES_IN_REPLY + 200 * requests._CLIENTS_IN_STATUS
-    rows += 400 * requests._PREPARED_IN_STATUS
+    rows += 400 * admin.PREPARED_IN_REPLY
     counters = requests._COUNTERS_LIMIT * 120
     assert names + rows + counters + (32 << 10) < messages.CONTROL_MESSAGE_LIMIT_BYTES
 

@@ -194,7 +194,7 @@ def test_how_long_ago_is_right_when_the_clock_was_set(
 def test_a_status_fits_a_reply(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admin, "IMAGES_IN_REPLY", 2)
     monkeypatch.setattr(requests, "_CLIENTS_IN_STATUS", 2)
-    monkeypatch.setattr(requests, "_PREPARED_IN_STATUS", 2)
+    monkeypatch.setattr(admin, "PREPARED_IN_REPLY", 2)
     monkeypatch.setattr(requests, "_STATUS_NAMES_LIMIT_BYTES", 2 * (8 + 9) - 1)
     monkeypatch.setattr(requests, "_PREPARED_NAMES_LIMIT_BYTES", 8 + 9)
     for number, content in enumerate((b"old", b"new", b"newest"), 1):

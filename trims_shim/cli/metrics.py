@@ -206,7 +206,12 @@ def _models(reply: GetStatusReply) -> Iterator[Any]:
     states.update(each.state for each in reply.prepared)
     yield _gauge("images", "Images, of the 1000 used last.", _by(images), labels=("tier",))
     yield _gauge("leases", "Processes' holds on these.", _by(leases), labels=("tier",))
-    yield _gauge("prepared_models", "ONNX models by state.", _by(states), labels=("state",))
+    yield _gauge(
+        "prepared_models",
+        "ONNX models, of the first 200, by state.",
+        _by(states),
+        labels=("state",),
+    )
 
 
 def _loads(counters: Mapping[str, int]) -> Iterator[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from trims_shim.cli.text import ago, bar, counted, printable, size, table, terminal_width
+from trims_shim.wire import admin
 from trims_shim.wire.admin import GetStatusReply, PreparedStatus
 
 __all__ = ["RIGHT", "TITLES", "counts", "prepared_lines", "prepared_table", "row_of"]
@@ -33,13 +34,14 @@ def prepared_lines(reply: GetStatusReply) -> list[str]:
     if not (reply.prepared or any(counts(reply.counters).values())):
         return [f"prepared  no ONNX model yet; there may be {size(storage.budget_bytes)} of them"]
     states = [each.state for each in reply.prepared]
+    or_more = ", or more" if len(states) >= admin.PREPARED_IN_REPLY else ""
     became = counts(reply.counters)
     account = bar([(storage.resident_bytes, "#")], storage.budget_bytes)
     return [
         f"prepared  {account} {size(storage.resident_bytes)} of {size(storage.budget_bytes)}",
         f"          in {storage.directory}",
         f"          {counted(states.count('ready'), 'ONNX model')}, {states.count('preparing')} in "
-        f"preparation, {states.count('refused')} not servable;",
+        f"preparation, {states.count('refused')} not servable{or_more};",
         f"          {counted(became['hit'], 'hit')}, {became['made']} made, "
         f"{became['failed']} failed, {became['refused']} refused",
     ]

@@ -41,7 +41,6 @@ _COUNTERS_OF_USER = _COUNTERS_LIMIT // 4
 _COUNTER_LIMIT = 1 << 62
 _CHECK_LIMIT = 1000
 _CLIENTS_IN_STATUS = 1000
-_PREPARED_IN_STATUS = 200
 _STATUS_NAMES_LIMIT_BYTES = 256 << 10
 _PREPARED_NAMES_LIMIT_BYTES = 64 << 10
 """With 300 bytes an image, 200 a client, 400 a prepared model and 60 KiB of counters: below
@@ -179,7 +178,7 @@ def _prepared_status(daemon: Daemon) -> list[admin.PreparedStatus]:
     """As many prepared models as fit a reply: those under way, then by last use, then refused."""
     found = []
     left = _PREPARED_NAMES_LIMIT_BYTES
-    for row in daemon.prepared.rows()[:_PREPARED_IN_STATUS]:
+    for row in daemon.prepared.rows()[: admin.PREPARED_IN_REPLY]:
         names, left = _fitting(row.names, left)
         found.append(row._replace(names=names))
     return found

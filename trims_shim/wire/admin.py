@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 __all__ = [
     "IMAGES_IN_REPLY",
+    "PREPARED_IN_REPLY",
     "ClientStatus",
     "DeviceStatus",
     "EvictImageReply",
@@ -156,6 +157,8 @@ class GetStatusRequest(NamedTuple):
 
 IMAGES_IN_REPLY = 1000
 """The most images that a reply names; then there may be more."""
+PREPARED_IN_REPLY = 200
+"""The same, of prepared models; those that are refused are left out first."""
 
 
 class ImageStatus(NamedTuple):
@@ -215,7 +218,10 @@ class DeviceStatus(NamedTuple):
 
 
 class GetStatusReply(NamedTuple):
-    """Response for GetStatusRequest. ``images`` were used last: IMAGES_IN_REPLY at most."""
+    """Response for GetStatusRequest. ``images`` were used last: IMAGES_IN_REPLY at most.
+
+    ``prepared`` has PREPARED_IN_REPLY at most.
+    """
 
     package: str
     protocol: int
