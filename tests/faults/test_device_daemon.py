@@ -115,6 +115,25 @@ def test_an_image_of_the_host_tier_is_promoted(make_device_world: MakeWorld) -> 
     assert tiers(world) == {"host": {host.digest}, GPU: {host.digest}}
 
 
+def test_an_image_stays_while_it_is_promoted(make_device_world: MakeWorld) -> None:
+    """Found: it was evicted for another one, and the daemon then held more than the budget."""
+    world = make_device_world({"copy_delay_ms": 1000}, host_bytes="8M", memory_kind="memfd")
+    pid = world.start()
+    path, other = model(world), model(world, 2)
+    host = touch(world, path, "host")
+    load = Background(world, path)
+    wait_for_upload(world)
+    with connected(world) as connection:
+        with pytest.raises(NoSpace, match="do not fit the host tier"):
+            open_on(connection, other, "host")
+        with pytest.raises(NoSpace, match="being copied to another device"):
+            connection.request(admin.EvictImageRequest(host.digest, "host"))
+    assert sum({each.inode: each.resident_bytes for each in world.segments(pid)}.values()) < 8 * MIB
+    assert load.join() == ("miss", True)
+    touch(world, other, "host")
+    assert host.digest not in tiers(world)["host"]
+
+
 def _read_bytes(pid: int) -> int:
     """Bytes that a process and the children it has waited for have read by system calls."""
     with open(f"/proc/{pid}/io") as file:

@@ -90,6 +90,9 @@ class Openings:
         self._waiting = WaitingRequests()
         self._copies: dict[int, _Copy] = {}
         """By the number of the load."""
+        self._promoted: dict[int, Digest] = {}
+        """Images of the host tier that a device's load reads, by its number. They are held there
+        until it has ended: dropped, their memory would be in no account."""
         self._asked: Recent[IdentityKey, float] = Recent(_ASKED_LIMIT)
         """Images with a lead that were offered and not loaded, and when that was."""
 
@@ -341,6 +344,9 @@ class Openings:
             tier.loader.start(action, offer.take())
             return
         is_promoted = self._promote(digest, offer)
+        if is_promoted:
+            self._tiers.host.store.hold(digest)
+            self._promoted[action.ingest] = digest
         source = self._begin_copy(tier, action.ingest, digest, is_promoted=is_promoted)
         if source is None and is_promoted:
             self._front.counters["images_promoted"] += 1
@@ -374,6 +380,9 @@ class Openings:
         return PeerImage(digest, segment)
 
     def _end_copy(self, tier: Tier, ingest: int) -> None:
+        promoted = self._promoted.pop(ingest, None)
+        if promoted is not None:
+            self._tiers.host.store.unhold(promoted)
         copy = self._copies.pop(ingest, None)
         if copy is None or not isinstance(tier, DeviceTier):
             return
