@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,25 @@ def test_own_sitecustomize_runs_as_without_the_shim(trims: Trims, tmp_path: Path
         plain.stdout,
         plain.stderr.splitlines()[-1:],
     )
+
+
+def test_a_helper_of_python_2_starts_as_without_the_shim(trims: Trims, tmp_path: Path) -> None:
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    old = next((str(each) for each in pyenv.glob("versions/2.7.*/bin/python")), None)
+    old = old or shutil.which("python2.7")
+    if old is None:
+        pytest.skip("there is no Python 2")
+    show = "import sys; print([each for each in sys.path if '_bootstrap' in each])"
+    helper = f"import subprocess; subprocess.run([{old!r}, '-c', {show!r}])"
+    theirs = tmp_path / "sitecustomize.py"
+    variables = {"PYTHONPATH": f"{tmp_path}:{trims.environment['PYTHONPATH']}"}
+    for content in ("", "import sys; sys.version_info < (3,) and sys.stdout.write('theirs\\n')"):
+        if content:
+            theirs.write_text(content)
+        plain = trims.python("-c", helper, **variables)
+        under = trims("run", "-c", helper, **variables)
+        assert (under.stdout, under.stderr) == (plain.stdout, plain.stderr)
+    assert plain.stdout == "theirs\n[]\n"
 
 
 def test_a_working_directory_that_is_gone(trims: Trims, tmp_path: Path) -> None:

@@ -3,40 +3,42 @@
 First on PYTHONPATH, so that Python finds it instead of another one. Takes its directory out of
 ``sys.path`` (not out of the environment: child processes need it). Whatever goes wrong with the
 shim, the program starts; what the program's own sitecustomize raises is raised as if it had been
-found directly. Any Python that the program starts may come here, old ones included.
+found directly. Any Python that the program starts may come here, Python 2 included: hence no
+annotations and no f-strings.
 """
 
-import importlib.util
+import importlib
 import os
 import sys
 
 
-def _activate() -> None:
+def _activate():
+    # type: () -> None
     try:
         import trims_shim  # noqa: F401
     # Border: this is the start of somebody else's program.
     except Exception as error:
         # Only for the program that was asked for: its helpers may be other interpreters.
         if os.environ.get("_TRIMS_RUN_PID") == str(os.getpid()):
-            sys.stderr.write(
-                f"trims run: {sys.executable} runs without the cache: {type(error).__name__}: "
-                f"{error}; install trims_shim for this interpreter\n"
-            )
+            why = ": ".join([type(error).__name__, str(error)])
+            sys.stderr.write("trims run: " + sys.executable + " runs without the cache: " + why)
+            sys.stderr.write("; install trims_shim for this interpreter\n")
 
 
-def _chain() -> None:
+def _chain():
+    # type: () -> None
     ours = os.path.dirname(os.path.abspath(__file__))
     # Not abspath: the working directory may be gone. site has made directories absolute.
     sys.path[:] = [path for path in sys.path if os.path.normpath(path) != ours]
     this = sys.modules.pop("sitecustomize", None)
     try:
-        found = importlib.util.find_spec("sitecustomize")
-    finally:
+        importlib.import_module("sitecustomize")
+    except ImportError as error:
+        # As site does. In Python 2, errors have no name, and it lets all of them pass.
+        if getattr(error, "name", "sitecustomize") != "sitecustomize":
+            raise
         if this is not None:
             sys.modules["sitecustomize"] = this
-    if found is not None:
-        del sys.modules["sitecustomize"]
-        importlib.import_module("sitecustomize")
 
 
 _activate()
