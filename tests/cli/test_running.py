@@ -157,3 +157,15 @@ def test_a_program_gets_the_signals_that_python_ignores(trims: Trims) -> None:
     shown = ("grep", "SigIgn", "/proc/self/status")
     plain = subprocess.run(shown, capture_output=True, text=True, check=True)
     assert trims("run", *shown).stdout == plain.stdout
+
+
+@pytest.mark.parametrize("more", [{}, {"LC_CTYPE": "C"}, {"LANG": "C.UTF-8"}, {"LC_ALL": "C"}])
+def test_a_program_gets_the_locale_that_python_replaces(trims: Trims, more: dict[str, str]) -> None:
+    """Else a shell script counts characters where it would count bytes."""
+    kept = {k: v for k, v in trims.environment.items() if k != "LANG" and not k.startswith("LC_")}
+    script = 'x=$(printf "\\303\\251"); echo ${#x} $(env | grep ^LC_CTYPE)'
+    plain = subprocess.run(
+        ("bash", "-c", script), env=kept | more, capture_output=True, text=True, check=True
+    )
+    under = Trims(trims.sockets, kept | more)("run", "bash", "-c", script)
+    assert (under.stdout, under.stderr) == (plain.stdout, plain.stderr)

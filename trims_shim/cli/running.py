@@ -6,6 +6,7 @@ streams and exit status. Child processes inherit PYTHONPATH and are covered too.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -17,7 +18,7 @@ from trims_shim.cli.exits import Exit
 from trims_shim.cli.saying import say
 from trims_shim.printable import printable
 
-__all__ = ["bootstrap_directory", "environment", "resolve", "run"]
+__all__ = ["bootstrap_directory", "environment", "given_environment", "resolve", "run"]
 
 _IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
 """By Python, for itself; what it becomes would inherit that, and shells cannot undo it."""
@@ -31,7 +32,7 @@ def run(words: Sequence[str]) -> Exit:
         command = resolve(words)
         for number in _IGNORED:
             signal.signal(number, signal.SIG_DFL)
-        os.execvpe(command[0], command, environment(os.environ))
+        os.execvpe(command[0], command, environment(given_environment()))
     except FileNotFoundError:
         name = printable(words[0]) or repr("")
         say(f"trims run: {name}: no such command or file")
@@ -63,6 +64,17 @@ def _is_plain(path: str) -> bool:
 def bootstrap_directory() -> str:
     """The directory whose sitecustomize imports the package."""
     return os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "_bootstrap")
+
+
+def given_environment() -> dict[str, str]:
+    """The environment without what Python adds to its own: LC_CTYPE in the C locale (PEP 538)."""
+    ours = dict(os.environ)
+    with contextlib.suppress(OSError), open("/proc/self/environ", "rb") as file:
+        given = dict(each.split(b"=", 1) for each in file.read().split(b"\0") if b"=" in each)
+        ours.pop("LC_CTYPE", None)
+        if b"LC_CTYPE" in given:
+            ours["LC_CTYPE"] = os.fsdecode(given[b"LC_CTYPE"])
+    return ours
 
 
 def environment(inherited: Mapping[str, str]) -> dict[str, str]:
