@@ -67,6 +67,13 @@ class TestLoads:
             assert daemon.reads("/another") == 0
             assert daemon.counters["open_miss"] == 1
 
+    def test_names_that_are_no_text(self, path: str) -> None:
+        odd = f"{path}\udce9"
+        os.rename(path, odd)
+        with FakeDaemon() as daemon:
+            assert load(odd) == load(odd)
+            assert (daemon.reads(odd), daemon.hits(odd)) == (1, 1)
+
     def test_relative_names(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(os.path.dirname(path))
         with FakeDaemon() as daemon:

@@ -177,7 +177,8 @@ class FakeDaemon:
 
     def _outcomes(self, name: str | os.PathLike[str]) -> list[str]:
         path = os.path.abspath(os.fspath(name))
-        return [each.outcome for each in self.opened if each.name == path]
+        shown = _shown(path)  # ONNX models are named by their whole path
+        return [each.outcome for each in self.opened if each.name in (path, shown)]
 
     def _dial(self) -> Line:
         server = self._server
@@ -510,8 +511,7 @@ class _Line:
         self._numbers = count(1)
 
     def open_image(self, descriptor: int, name: str, *, tier: str = HOST_TIER) -> Granted:
-        shown = clipped(name, limit_bytes=messages.NAME_LIMIT_BYTES)
-        self._offer(messages.FileOffer(self._ticket + 1, tier, shown), descriptor)
+        self._offer(messages.FileOffer(self._ticket + 1, tier, _shown(name)), descriptor)
         reply = self.request(messages.OpenImageRequest(self._ticket))
         if not isinstance(reply, messages.OpenImageReply):
             raise WireError(f"{type(reply).__name__} answers OpenImageRequest")
@@ -589,6 +589,11 @@ class _Line:
     def _check_open(self) -> None:
         if not self.is_alive():
             raise DaemonUnavailable("the daemon has closed the connection")
+
+
+def _shown(name: str) -> str:
+    """A file's name as messages have it: with an end, and without bytes that are no text."""
+    return clipped(name, limit_bytes=messages.NAME_LIMIT_BYTES)
 
 
 def _through_codec(message: Any) -> Any:
