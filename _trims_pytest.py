@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -60,8 +61,10 @@ class _Run:
     workers: list[Stats] = field(default_factory=list)
 
 
-_run_key = pytest.StashKey[_Run]()
-_start_key = pytest.StashKey["Stats"]()
+# Not in pytest's stash, which is new in pytest 7: older ones load this module, too.
+_runs: WeakKeyDictionary[pytest.Config, _Run] = WeakKeyDictionary()
+_starts: WeakKeyDictionary[pytest.Item, Stats] = WeakKeyDictionary()
+"""The counters at the start of each test."""
 
 
 # --- switching on ---------------------------------------------------------------------------------
@@ -108,7 +111,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _switch_on(config: pytest.Config, wanted: bool | None) -> None:
-    if _run_key in config.stash or sys.platform != "linux":
+    if config in _runs or sys.platform != "linux":
         return
     source = _source(config, wanted)
     if not source:
@@ -117,7 +120,7 @@ def _switch_on(config: pytest.Config, wanted: bool | None) -> None:
     changes = _environment(config, run)
     run.environment.update({name: os.environ.get(name) for name in changes})
     os.environ.update(changes)
-    config.stash[_run_key] = run
+    _runs[config] = run
     _activate(config, run)
     # pytest_unconfigure is not called if a conftest fails, or an option is unknown.
     config.add_cleanup(lambda: pytest_unconfigure(config))
@@ -209,7 +212,7 @@ def _restore(run: _Run) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Send a worker's counters to the controller."""
-    run = session.config.stash.get(_run_key, None)
+    run = _runs.get(session.config)
     output = getattr(session.config, "workeroutput", None)
     if run is not None and output is not None:
         output[_OUTPUT_KEY] = asdict(_since(run.before))
@@ -218,7 +221,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Collect the counters of a worker that has ended; one that crashed left none."""
-    run = node.config.stash.get(_run_key, None)
+    run = _runs.get(node.config)
     left = getattr(node, "workeroutput", {}).get(_OUTPUT_KEY)
     if run is not None and left is not None:
         from trims_shim.diagnostics import Stats
@@ -228,10 +231,10 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Stop the daemon of this run and remove its directory."""
-    run = config.stash.get(_run_key, None)
+    run = _runs.get(config)
     if run is None:
         return
-    del config.stash[_run_key]
+    del _runs[config]
     try:
         if run.is_owner and os.path.isdir(run.socket_dir):
             _stop_daemon(run.socket_dir)
@@ -292,7 +295,7 @@ def _deactivate(run: _Run) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     """The line ``trims: on, socket /tmp/..., isolated (from ini)``."""
-    run = config.stash.get(_run_key, None)
+    run = _runs.get(config)
     if run is None:
         wanted = sys.platform != "linux" and _source(config, config.option.trims)
         return f"trims: off, the cache needs Linux (from {wanted})" if wanted else None
@@ -302,7 +305,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Report what all test processes together have shared."""
-    run = config.stash.get(_run_key, None)
+    run = _runs.get(config)
     if run is None:
         return
     stats = _since(run.before)
@@ -366,10 +369,10 @@ def trims_daemon(pytestconfig: pytest.Config) -> TrimsDaemon:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Let ``trims_stats`` count from here: other fixtures may load models before it is set up."""
-    if _run_key in item.config.stash:
+    if item.config in _runs:
         import trims_shim
 
-        item.stash[_start_key] = trims_shim.stats()
+        _starts[item] = trims_shim.stats()
 
 
 @pytest.fixture
@@ -379,10 +382,10 @@ def trims_stats(request: pytest.FixtureRequest) -> Callable[[], Stats]:
     Skips without ``--trims``.
     """
     _skip_when_off(request.config)
-    before = request.node.stash[_start_key]
+    before = _starts[request.node]
     return lambda: _since(before)
 
 
 def _skip_when_off(config: pytest.Config) -> None:
-    if _run_key not in config.stash:
+    if config not in _runs:
         pytest.skip("trims is off; run with --trims")

@@ -141,8 +141,9 @@ def test_loads_that_joined_another_are_told_of(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(plugin, "_since", lambda before: counted)
     lines: list[str] = []
     reporter = SimpleNamespace(section=lambda title: None, line=lines.append)
-    stash = {plugin._run_key: plugin._Run("ini", "", True, True, True)}
-    plugin.pytest_terminal_summary(reporter, SimpleNamespace(stash=stash))  # type: ignore[arg-type]
+    config = object.__new__(pytest.Config)
+    monkeypatch.setitem(plugin._runs, config, plugin._Run("ini", "", True, True, True))
+    plugin.pytest_terminal_summary(reporter, config)
     assert lines == [
         "3 loads served (1 hit, 1 miss, 1 joined), 6 MB shared, 0 copies elided",
     ]
@@ -426,6 +427,17 @@ def test_a_package_that_was_imported_first_is_no_warning(
     suite = pytester.makepyfile(test_nothing="def test_nothing(): pass\n")
     result = pytester.run(*TRIMS, "run", sys.executable, "-m", "pytest", suite, timeout=LIMIT_S)
     result.assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("words", [[], ["--trims", "-k", "served"]])
+def test_a_pytest_from_before_the_stash(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """Of pytest 6, which loads the plugin in every run. Other plugins need the stash."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    code = f"import pytest; del pytest.StashKey; pytest.main(['-p', '_trims_pytest', *{words!r}])"
+    result = pytester.run(sys.executable, "-c", code, timeout=LIMIT_S)
+    result.assert_outcomes(**({"passed": 4, "deselected": 2} if words else {"skipped": 6}))
 
 
 @pytest.mark.parametrize(
