@@ -31,6 +31,12 @@ def test_python_files_and_options_go_to_this_interpreter(
     (tmp_path / "package").mkdir()  # with a __main__.py
     for words in (["app.pyc"], ["app.pyz", "-x"], ["package"]):
         assert resolve(words) == [sys.executable, *words]
+    (tmp_path / "bin").mkdir()
+    for name in ("bin/tool.py", "bin/both.py", "both.py"):
+        shutil.copy(tmp_path / "script", tmp_path / name)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert resolve(["both.py", "-x"]) == [sys.executable, "both.py", "-x"]
+    assert resolve(["tool.py", "-x"]) == ["tool.py", "-x"], "a command"
     for words in (["python", "app.py"], ["./script"], ["script"], ["sh"], ["nosuch"]):
         assert resolve(words) == words
 

@@ -50,8 +50,11 @@ def resolve(words: Sequence[str]) -> list[str]:
     first = words[0]
     if not first:  # Perhaps a variable that was not set.
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), first)
-    is_python = first.startswith("-") or first.endswith((".py", ".pyc", ".pyz"))
-    if is_python or (shutil.which(first) is None and _is_plain(first)):
+    is_command = shutil.which(first) is not None
+    is_source = first.endswith((".py", ".pyc", ".pyz"))
+    # Packages install commands of such names (rst2html.py), which are not in this directory.
+    is_python = is_source and (os.path.exists(first) or not is_command)
+    if first.startswith("-") or is_python or (not is_command and _is_plain(first)):
         return [sys.executable, *words]
     return list(words)
 
