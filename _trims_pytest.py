@@ -222,7 +222,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_testnodedown(node: Any) -> None:
     """Collect the counters of a worker that has ended; one that crashed left none."""
     run = _runs.get(node.config)
-    left = getattr(node, "workeroutput", {}).get(_OUTPUT_KEY)
+    # Taken out: xdist tells twice of a worker that was interrupted.
+    left = getattr(node, "workeroutput", {}).pop(_OUTPUT_KEY, None)
     if run is not None and left is not None:
         from trims_shim.diagnostics import Stats
 

@@ -135,6 +135,14 @@ def test_workers_share_one_daemon(pytester: pytest.Pytester) -> None:
     assert "small_file 1" in output
 
 
+def test_a_worker_that_is_interrupted_is_counted_once(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_exit="import pytest\ndef test_exit(): pytest.exit('enough')\n")
+    output = run(pytester, "--trims", "-n", "1", "test_suite.py", "test_exit.py").stdout.str()
+    assert "received keyboard-interrupt" in output
+    assert "4 loads served" in output
+    assert "small_file 1" in output
+
+
 def test_loads_that_joined_another_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the first ones of workers that start together."""
     counted = Stats(3, 1, 1, 1, 0, 6_000_000, {}, {})
