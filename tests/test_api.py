@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import ctypes
 import gc
@@ -14,7 +15,7 @@ import pickle
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -444,6 +445,26 @@ class TestSwitch:
         trims_shim.disable()
         assert torch.serialization._load is stock
         assert original is not None
+
+    def test_a_block_of_an_abandoned_generator(self) -> None:
+        """The event loop ends it, in a task of its own."""
+        problems: list[object] = []
+
+        async def numbers() -> AsyncIterator[int]:
+            with trims_shim.disabled():
+                yield 1
+                yield 2
+
+        async def abandon() -> None:
+            loop = asyncio.get_running_loop()
+            loop.set_exception_handler(lambda _, problem: problems.append(problem))
+            async for _ in numbers():
+                break
+            gc.collect()
+            await asyncio.sleep(0.01)
+
+        asyncio.run(abandon())
+        assert problems == []
 
     def test_a_block_without_the_cache(self, daemon: FakeDaemon, tmp_path: Path) -> None:
         path = str(tmp_path / "m.pt")
