@@ -316,6 +316,26 @@ def test_what_a_reload_replaced_is_told(run: Run) -> None:
     run(RELOADED)
 
 
+IMPORTED_ANEW = """
+import sys, trims_shim, safetensors.numpy
+def reasons():
+    points = trims_shim.info()["patches"]
+    return {p["reason"] for p in points if p["target"] == "safetensors.numpy:load_file"}
+assert reasons() == {""}
+del sys.modules["safetensors.numpy"]
+import safetensors.numpy
+assert "replaced since" in " ".join(reasons()), reasons()
+trims_shim.disable()
+trims_shim.enable()
+assert reasons() == {""}
+"""
+
+
+def test_a_module_that_was_imported_anew_is_told(run: Run) -> None:
+    """As by test runners that clear sys.modules."""
+    run(IMPORTED_ANEW)
+
+
 INTERRUPTED = """
 import os, sys, torch, warnings
 def interrupt(frame, event, argument):

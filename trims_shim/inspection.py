@@ -41,7 +41,7 @@ from trims_shim.errors import (
 from trims_shim.memory import copying_native
 from trims_shim.memory.limits import machine_bytes, memory_limit_bytes
 from trims_shim.memory.nvml import INSTALL, is_installed
-from trims_shim.patches.points import PatchState, is_in_place, resolve
+from trims_shim.patches.points import AppliedPatch, PatchState, resolve
 from trims_shim.remote.copies import Copies, Copy
 from trims_shim.wire.admin import GetStatusRequest
 from trims_shim.wire.endpoint import Endpoint
@@ -352,7 +352,7 @@ def _patches(settings: Config, problems: tuple[str, ...]) -> Iterator[PatchStatu
         if done is not None:
             for each in done:
                 point, reason = each.point, each.reason
-                if each.state is PatchState.APPLIED and not is_in_place(each):
+                if each.state is PatchState.APPLIED and not _is_in_effect(each):
                     reason = "wrapped or replaced since, by another tool or a reload"
                 yield _status(point.target, point.supported, each.state.value, reason)
             continue
@@ -363,6 +363,14 @@ def _patches(settings: Config, problems: tuple[str, ...]) -> Iterator[PatchStatu
             state, reason = "off", _why_off(settings, patch_file, wanted_by, problems)
         for declared in _declared(patch_file):
             yield _status(*declared, state, reason)
+
+
+def _is_in_effect(patch: AppliedPatch) -> bool:
+    """Whether the library, as a program finds it now, calls the replacement."""
+    try:
+        return resolve(patch.point.target).original is patch.replacement
+    except PatchError:  # Its module was taken out of sys.modules.
+        return False
 
 
 def _status(target: str, supported: str, state: str, reason: str) -> PatchStatus:
