@@ -303,6 +303,32 @@ class TestWhatCannotBeCut:
         with pytest.raises(StagingError, match=message):
             slice_blocks(Wrong(kind).eval(), torch.rand(4, 4), 2)
 
+    @pytest.mark.parametrize("name", ["of the input", "of the first block's input", "of no rows"])
+    def test_writing_to_what_has_another_name(self, name: str) -> None:
+        """Joined batches have copies of each; all parts of a split have that without rows."""
+
+        class Adds(nn.Linear):
+            def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+                written = other if name == "of no rows" else x
+                written += 0.01 * super().forward(written)
+                return x + 0.01 * other
+
+        class Writing(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.blocks = nn.ModuleList(Adds(4, 4) for _ in range(3))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                y = x if name == "of the input" else x.relu()
+                other = {"of the first block's input": y, "of no rows": x.new_ones(4)}.get(name, -x)
+                for block in self.blocks:
+                    y = block(y, other)
+                return y + x
+
+        model = Writing().eval()
+        with pytest.raises(StagingError, match="a stage writes to a tensor"):
+            slice_blocks(model, torch.rand(4, 4), 5)
+
     def test_a_model_that_does_not_run_without_its_blocks(self) -> None:
         class Shaped(nn.Module):
             def __init__(self) -> None:

@@ -203,7 +203,8 @@ def check_stages(
 
     ``tells_apart``: batches for which the model takes different ways are never joined.
 
-    For single batches of some sizes, results have to be the model's bit for bit. For two batches
+    For single batches of some sizes, results have to be the model's bit for bit, also where what
+    crosses a border is copied there, and parts without rows serve twice. For two batches
     that are joined at every border they only have to be near, as kernels sum in other orders.
     """
     import torch
@@ -226,6 +227,17 @@ def check_stages(
                 f"the stages of {name} do not compute what it computes, with a batch of {rows}: it "
                 "does something else where it is traced, or keeps something from call to call; cut "
                 "it in the other way (slice_model, slice_blocks), or write its stages as functions"
+            )
+        with torch.no_grad():
+            value = stages[0](*run.copy().batch())
+            for stage in stages[1:]:
+                stage(_apart(value))  # as for the rows that a split has sent on before
+                value = stage(_apart(value))
+        if not are_identical(value, expected):
+            raise StagingError(
+                f"{name} cannot be batched between stages: a stage writes to a tensor (x += ...) "
+                "that the model has by another name as well, of which joined batches have copies; "
+                "write x = x + ..., or cut it elsewhere (slice_model)"
             )
     _check_company(model, example, opposes=not tells_apart)
     # The smaller one first: it moves the rows of the other to other places.
@@ -272,6 +284,18 @@ def _depends_on_others(model: Callable[..., Any]) -> StagingError:
         f"{type(model).__name__} cannot be batched between stages: what it returns for a row "
         "depends on the others in the batch, or has not the batch as its first axis"
     )
+
+
+def _apart(value: Any) -> Any:
+    """An activation as a join makes it: each tensor with rows has a memory of its own."""
+    import torch
+    import torch.utils._pytree as pytree
+
+    def of(each: Any) -> Any:
+        is_own = _has_rows(each) and each.layout is torch.strided and each.stride(0)
+        return each.clone() if is_own else each
+
+    return pytree.tree_map(of, value)
 
 
 def _joined(stages: Sequence[Callable[..., Any]], one: Example, other: Example) -> list[Any]:
