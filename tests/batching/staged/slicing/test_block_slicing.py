@@ -162,6 +162,26 @@ class TestOwnModels:
             join([first(other), first(other)])
         assert last(first(other)).tolist() == model(other).tolist() == [[12.0] * 4]
 
+    def test_blocks_that_write_to_a_view(self) -> None:
+        """Such as patches of a picture: while gradients are on, torch refuses that."""
+
+        class Adds(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                x += super().forward(x)
+                return x
+
+        class Patches(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embed = nn.Conv2d(3, 4, 2, stride=2)
+                self.blocks = nn.Sequential(Adds(4, 4), Adds(4, 4))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                y: torch.Tensor = self.blocks(self.embed(x).flatten(2).transpose(1, 2))
+                return y.mean(1)
+
+        check(Patches(), torch.rand(3, 3, 4, 4), 3)
+
     def test_kinds_are_forgotten_and_never_confused(self) -> None:
         """Also where what is joined has other lengths each time."""
         first, _ = slice_blocks(Wrong("offset").eval(), torch.ones(2, 4), 2)

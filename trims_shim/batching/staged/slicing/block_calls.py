@@ -95,6 +95,8 @@ class Shell:
     """
 
     def __init__(self, model: Any, path: Sequence[str], example: Example) -> None:
+        import torch
+
         self.model = model
         self.container = model
         for name in path:
@@ -114,7 +116,7 @@ class Shell:
         self._behind: tuple[Any, ...] | None = None
         first = self._prelude(example, 1)
         args, kwargs = first.calls.arguments(0, first.hidden, first.tensors)
-        with first.calls.around(0):
+        with torch.no_grad(), first.calls.around(0):
             output = self.blocks[0](*args, **kwargs)
         self._behind = self._find_behind(output)
 
