@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.while_loop import while_loop
+from torch.nn import functional as F
 
 from tests.batching.staged.slicing.networks import Encoder, Recurrent, UNet, join_and_take
 from trims_shim.batching.staged.activations import Shared
@@ -184,6 +185,27 @@ class TestWhatCrosses:
         assert len(last) == 1  # nor does the input, to be counted
         # [rows * 3] has no batch as its first axis.
         assert len(traced.cuts()) < len(traced.operations) - 1
+
+    @pytest.mark.parametrize("is_tensor", [False, True])
+    def test_what_some_sizes_of_the_batch_change_never_crosses(self, is_tensor: bool) -> None:
+        """Here each eighth row."""
+
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            full = (x.shape[0] + 7) // 8 * 8
+            number = torch.full((), full) if is_tensor else full
+            y = torch.relu(x + 1) * 2
+            if is_tensor:
+                return y * (number >= x.shape[0]) + 1
+            return F.pad(y, (0, 0, 0, full - x.shape[0])).cumsum(1)[: x.shape[0]] + 1
+
+        traced = trace(forward)
+        assert traced.cuts()
+        for cut in traced.cuts():
+            first, last = traced.stages([cut.position])
+            batches = [traced.example.with_rows(rows) for rows in (4, 5)]
+            joined = last(join([first(*each.batch()) for each in batches]))
+            expected = torch.cat([each.call(traced.model) for each in batches])
+            torch.testing.assert_close(joined, expected)
 
     @pytest.mark.parametrize(
         "places",

@@ -9,6 +9,8 @@ shared    tensors and numbers that depend on no data and not on the size of the 
 count     numbers that depend on the size of the batch: never cross; computed again behind it. So
           are tensors that depend on a length which their shape does not show: Shared parts of equal
           shape have to be equal
+step      numbers that only some sizes of the batch change (how many eights it has): never cross,
+          as what came of them before a border is that of another size than behind it
 view      another way to look at a tensor that may cross: that one does, and the view is taken again
 ========  ==========================================================================================
 
@@ -81,6 +83,7 @@ class StagedGraph:
             self._small = self._values(example.of_rows(_SMALL), self._written)
             self._large = self._values(example.of_rows(_LARGE), {})
         self._with_data = self._find_data(self.inputs)
+        self._batch_sizes = {size for node in self.inputs for size in symbols(node, axes=1)}
         self._lengths = self._find_lengths()
         self._batched = {node for node in (*self.inputs, *self.operations) if self._has_rows(node)}
         self._all_written = frozenset(itertools.chain.from_iterable(self._written.values()))
@@ -175,13 +178,12 @@ class StagedGraph:
         return found
 
     def _find_lengths(self) -> dict[Node, set[Any]]:
-        """The symbols of sizes, but for that of the batch, on which nodes without data depend."""
+        """The symbols of sizes on which nodes without data depend."""
         found: dict[Node, set[Any]] = {}
-        batch = {size for node in self.inputs for size in symbols(node, axes=1)}
         for node in self.operations:
             if node not in self._with_data:
                 before = (found.get(each, set()) for each in node.all_input_nodes)
-                found[node] = set().union(symbols(node), *before) - batch
+                found[node] = set().union(symbols(node), *before)
                 for each in self._written_with(node):
                     found[each] = found.get(each, set()) | found[node]
         return found
@@ -224,7 +226,7 @@ class StagedGraph:
             return frozenset()
         if self._is_batched(node) or self._is_shared(node):
             return frozenset((node,))
-        if not (self._is_count(node) or _is_view(node)):
+        if self._is_step(node) or not (self._is_count(node) or _is_view(node)):
             return None
         every = [self._needs(each) for each in node.all_input_nodes]
         found = [each for each in every if each is not None]
@@ -250,13 +252,18 @@ class StagedGraph:
     def _is_shared(self, node: Node) -> bool:
         import torch
 
-        if node in self._with_data:
+        if node in self._with_data or self._is_step(node):
             return False
         small, large = self._small[node], self._large[node]
         if isinstance(small, torch.Tensor):
             is_same = small.layout is torch.strided and are_identical(small, large)
             return is_same and self._lengths[node] <= symbols(node)
         return isinstance(small, bool | int | float) and small == large
+
+    def _is_step(self, node: Node) -> bool:
+        small = self._small[node]
+        is_same = isinstance(small, bool | int | float) and small == self._large[node]
+        return is_same and not symbols(node).isdisjoint(self._batch_sizes)
 
     def _is_count(self, node: Node) -> bool:
         import torch
