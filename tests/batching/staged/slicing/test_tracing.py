@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from tests.batching.staged.slicing.networks import Encoder, Recurrent, UNet, join_and_take
 from trims_shim.batching.staged.activations import Shared
-from trims_shim.batching.staged.flow import NotJoinable, join, rows_of
+from trims_shim.batching.staged.flow import NotJoinable, join, rows_of, take
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.slicing import tracing
 from trims_shim.batching.staged.slicing.examples import Example, are_identical
@@ -206,6 +206,30 @@ class TestWhatCrosses:
             joined = last(join([first(*each.batch()) for each in batches]))
             expected = torch.cat([each.call(traced.model) for each in batches])
             torch.testing.assert_close(joined, expected)
+
+    @pytest.mark.parametrize("chosen", [0, 4])
+    @pytest.mark.parametrize("is_made", [False, True])
+    def test_how_many_rows_are_chosen_is_never_anothers(self, chosen: int, is_made: bool) -> None:
+        """Of the example none, or all: as many as it has rows."""
+
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            is_chosen = x[:, 0] > 0
+            count = is_chosen.nonzero().shape[0]
+            y = torch.relu(x + 3) * 2
+            y[is_chosen] = torch.ones(count, 3) if is_made else (y[is_chosen] + 1) * 2
+            return y + 1
+
+        signs = torch.tensor([[1.0], [-1.0], [-1.0], [1.0], [1.0]])
+        traced = trace(forward, torch.full((4, 3), 1.0 if chosen else -1.0))
+        assert traced.cuts()
+        for cut in traced.cuts():
+            first, last = traced.stages([cut.position])
+            batches = [Example(part.expand(-1, 3)) for part in signs.split([2, 3])]
+            value = join([first(*each.copy().batch()) for each in batches])
+            assert rows_of(value) == 5
+            found = torch.cat([last(take(value, rows)) for rows in ([0, 1, 2], [3, 4])])
+            expected = torch.cat([each.copy().call(traced.model) for each in batches])
+            torch.testing.assert_close(found, expected)
 
     @pytest.mark.parametrize(
         "places",

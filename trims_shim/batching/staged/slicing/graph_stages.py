@@ -4,7 +4,8 @@ Operations stand in the order of the trace, which is topological. At a border a 
 is made before it and used after it:
 
 ========  ==========================================================================================
-batched   a dense tensor ``[batch, ...]``: crosses as it is
+batched   a dense tensor ``[batch, ...]``: crosses as it is; not one of rows chosen by contents
+          (x[mask]), which are as many as the batch has where all are
 shared    tensors and numbers that depend on no data and not on the size of the batch: as Shared
 count     numbers that depend on the size of the batch: never cross; computed again behind it. So
           are tensors that depend on a length which their shape does not show: Shared parts of equal
@@ -243,6 +244,7 @@ class StagedGraph:
             isinstance(small, torch.Tensor)
             and small.dim() > 0
             and (small.shape[0], large.shape[0]) == (len(_SMALL), len(_LARGE))
+            and not symbols(node, axes=1).isdisjoint(self._batch_sizes)
             and small.shape[1:] == large.shape[1:]
             and _is_dense(small)
             and _is_dense(large)
@@ -277,7 +279,8 @@ class StagedGraph:
 
     def _is_batch_size(self, node: Node) -> bool:
         sizes = self._small[node], self._large[node]
-        return "sym_size" in str(node.target) and sizes == (len(_SMALL), len(_LARGE))
+        is_size = "sym_size" in str(node.target) and sizes == (len(_SMALL), len(_LARGE))
+        return is_size and not symbols(node).isdisjoint(self._batch_sizes)
 
     def _row_bytes(self, node: Node) -> int:
         return self._small[node].nbytes // len(_SMALL) if self._is_batched(node) else 0
@@ -389,10 +392,15 @@ def _add(crossing: list[set[Node] | None], position: int, needs: frozenset[Node]
 
 
 def _contents_of(node: Node) -> list[Node]:
-    """The nodes whose contents an operation reads, not only their shapes."""
+    """The nodes whose contents an operation reads, not only their shapes.
+
+    A size that depends on contents (of rows that are chosen: unbacked, to torch) is read from them.
+    """
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
     name = str(node.target).removeprefix("aten.")
     if name.startswith("sym_"):
-        return []
+        return node.all_input_nodes if free_unbacked_symbols(node.meta.get("val")) else []
     if not name.startswith(_FACTORIES):
         return node.all_input_nodes
     return [each for each in node.all_input_nodes if each is not node.args[0]]
