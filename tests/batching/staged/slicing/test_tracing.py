@@ -329,6 +329,21 @@ class TestWhatCrosses:
             range(names.index("aten.exp.default"), names.index("aten.add_.Tensor") + 1)
         )
 
+    @pytest.mark.parametrize("is_copy_written", [False, True])
+    def test_a_copy_of_what_is_written_to_is_not_made_again(self, is_copy_written: bool) -> None:
+        """By reshape, which makes a view where it can."""
+
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            y = torch.relu(x + 1)
+            copy = y.T.reshape(-1)
+            (copy.view(-1) if is_copy_written else y).add_(1)
+            return (y * 2).relu() + copy.view(3, -1).T
+
+        traced = trace(forward)
+        assert traced.cuts()
+        for cut in traced.cuts():
+            check(traced, [cut.position])
+
     @pytest.mark.parametrize("write", [add_with_autocast, add_with_gradients, add_to_a_list])
     def test_no_cut_tears_a_memory_that_is_written_to_otherwise(self, write: Forward) -> None:
         def forward(self: Any, x: torch.Tensor) -> torch.Tensor:

@@ -227,7 +227,7 @@ class StagedGraph:
             return frozenset()
         if self._is_batched(node) or self._is_shared(node):
             return frozenset((node,))
-        if self._is_step(node) or not (self._is_count(node) or _is_view(node)):
+        if self._is_step(node) or not (self._is_count(node) or self._is_view(node)):
             return None
         every = [self._needs(each) for each in node.all_input_nodes]
         found = [each for each in every if each is not None]
@@ -276,6 +276,13 @@ class StagedGraph:
         if isinstance(small, torch.Tensor):
             return _memory(small) not in self._all_written
         return isinstance(small, bool | int | float)
+
+    def _is_view(self, node: Node) -> bool:
+        """Or a copy in place of one (reshape), if nothing writes to it, or to what it is of."""
+        if not _may_be_view(node):
+            return False
+        memory, *others = (_memory(self._small[each]) for each in (node, *node.all_input_nodes))
+        return memory in others or self._all_written.isdisjoint((memory, *others))
 
     def _is_batch_size(self, node: Node) -> bool:
         sizes = self._small[node], self._large[node]
@@ -425,7 +432,7 @@ def _is_dense(tensor: Any) -> bool:
     return tensor.is_contiguous() or (last is not None and tensor.is_contiguous(memory_format=last))
 
 
-def _is_view(node: Node) -> bool:
+def _may_be_view(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if schema is None or len(schema.returns) != 1:
         return False
