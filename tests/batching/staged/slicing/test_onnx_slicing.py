@@ -382,6 +382,33 @@ def test_what_depends_on_shapes_only_crosses_as_shared(path: str) -> None:
     assert bits(other) == bits(whole(path, {"ids": np.ones((3, 7), np.int64)}))
 
 
+def test_what_some_sizes_of_the_batch_change_never_crosses(path: str) -> None:
+    """Here each eighth row."""
+    graph = Graph("eights")
+    x = graph.input("x", ["batch", 8])
+    nothing, eight = (graph.constant(f"of {each}", np.array([each])) for each in (0, 8))
+    rows = graph.node("Shape", x, end=1)
+    eights = graph.node("Div", graph.node("Add", rows, graph.constant("7", np.array([7]))), eight)
+    full = graph.node("Mul", eights, eight)
+    y = graph.node("MatMul", x, graph.weight("w", 8, 8))
+    y = graph.node("MatMul", graph.node("Relu", y), graph.weight("v", 8, 8))
+    rows = graph.node("Shape", y, end=1)
+    behind = graph.node("Sub", full, rows)
+    pads = graph.node("Concat", nothing, nothing, behind, nothing, axis=0)
+    y = graph.node("CumSum", graph.node("Pad", y, pads), graph.constant("axis", np.array(1)))
+    y = graph.node("Relu", graph.node("Slice", y, nothing, rows, nothing))
+    graph.output(graph.node("MatMul", y, graph.weight("u", 8, 8)), ["batch", 8])
+    save(Sample(graph.model(), ()))(Path(path))
+    traced = TracedOnnx(path)
+    one, other = np.random.RandomState(0).rand(2, 5, 8).astype(np.float32)
+    expected = np.concatenate([whole(path, {"x": each})[0] for each in (one, other)])
+    assert traced.cuts
+    for cut in traced.cuts:
+        first, last = traced.cut([cut.position]).stages
+        found = last(join([first(one), first(other)]))
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("axes", [0, 1])
 def test_a_length_that_a_shape_does_not_show_is_never_anothers(path: str, axes: int) -> None:
     graph = Graph("means")

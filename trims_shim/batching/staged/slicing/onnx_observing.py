@@ -3,7 +3,9 @@
 A value that crosses a border has to have the batch as its first axis, so that rows of several
 batches can be joined there. Or it has to be the same for all batches of equal shapes: the two runs
 agree on it to the bit, and it does not depend on the contents of the inputs. Batches with other
-contents there (a length that no shape shows any more) are not joined.
+contents there (a length that no shape shows any more) are not joined. Nor may it be a *step*, that
+only some sizes of the batch change (how many eights it has): what came of it before a border is
+that of another size than behind it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import itertools
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,9 @@ _RUNS = 5
 """For times; the fastest counts."""
 _MOST_CROSSING = 64
 """The most values that may cross at a border."""
+
+_PICKS = frozenset({"Gather", "GatherElements", "GatherND", "Shape", "Size", "Slice", "Split"})
+"""Operators of which the result is a part of what they get, as one axis of a shape."""
 
 Feeds = Mapping[str, Any]
 MakeSession = Callable[..., Any]
@@ -330,17 +335,38 @@ def times_ns(graph: OnnxGraph, make_session: MakeSession, feeds: Feeds) -> list[
 def legal_cuts(graph: OnnxGraph, observed: Observed) -> list[Cut]:
     """The positions of the nodes before which the graph may be cut."""
     cuts = []
+    steps = _steps(graph, observed)
     for position in range(1, len(graph.nodes)):
         names = _crossing(graph, position)
-        if names and all(_may_cross(graph, observed, name) for name in names):
+        if names and all(_may_cross(graph, observed, name, steps) for name in names):
             crossing_bytes = sum(observed.values[0][name].nbytes for name in names)
             cuts.append(Cut(position, crossing_bytes))
     return cuts
 
 
-def _may_cross(graph: OnnxGraph, observed: Observed, name: str) -> bool:
+def _steps(graph: OnnxGraph, observed: Observed) -> set[str]:
+    """Values that are the same in both batches, but computed from others, and all that use them.
+
+    None that depends on contents is looked at: it crosses only by its rows.
+    """
+    seen = observed.values[0]
+    found: set[str] = set()
+    for number, node in enumerate(graph.nodes):
+        used = {
+            name
+            for name in graph.needed(number, number + 1, [*seen, *found])
+            if not graph.depends_on_content(name)
+        }
+        if not found.isdisjoint(used):
+            found.update(node.output)
+        elif node.op_type not in _PICKS and not all(map(observed.is_same, used)):
+            found.update(name for name in node.output if name in seen and observed.is_same(name))
+    return found
+
+
+def _may_cross(graph: OnnxGraph, observed: Observed, name: str, steps: Collection[str]) -> bool:
     if name not in observed.values[0]:
         return False
     if observed.is_batched(name):
         return True
-    return observed.is_same(name) and not graph.depends_on_content(name)
+    return observed.is_same(name) and not graph.depends_on_content(name) and name not in steps
