@@ -89,6 +89,22 @@ def test_eight_stages_at_most(traced: TracedModel, take: Take) -> None:
     assert len(slice_model(traced.model, IMAGE)) == 8
 
 
+def test_a_model_that_takes_another_way_with_more_rows() -> None:
+    """More than anybody may want; they are not measured."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+            self.scales = nn.Parameter(torch.ones(32, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scaled: torch.Tensor = self.layers(x) * self.scales[: x.shape[0]]
+            return scaled.relu()
+
+    assert len(slice_model(Table().eval(), torch.rand(4, 3))) > 1
+
+
 def test_no_stages() -> None:
     with pytest.raises(ValueError, match="n_stages is 0"):
         slice_model(UNet().eval(), IMAGE, 0)
