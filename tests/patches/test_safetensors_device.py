@@ -22,6 +22,7 @@ from devices import DEVICES, LARGE, SIDE, Devices, Tied, reasons, shared
 from harness import World
 from torch import nn
 
+import trims_shim
 from trims_shim import patches
 from trims_shim.errors import UnknownDevice
 from trims_shim.patches import safetensors_device, safetensors_model, torch_device, torch_module
@@ -158,6 +159,22 @@ def test_a_file_replaced_before_its_first_tensor(devices: Devices, path: str) ->
     assert "CUDA" in outcome(lambda: file.get_tensor("a.weight"))[1]
     assert reasons() == {"model_changed": 1}
     assert devices.opened == []
+
+
+def test_first_tensor_while_disabled(devices: Devices, path: str) -> None:
+    """Found: it was shared, also after disable(), when nothing keeps programs from writing."""
+    file = safetensors.safe_open(path, "pt", device="cuda")
+    part = file.get_slice("a.weight")
+    with trims_shim.disabled():
+        for use in (
+            lambda: file.get_tensor("a.weight"),
+            file.get_tensors,
+            lambda: part[...],
+        ):
+            assert "CUDA" in outcome(use)[1]  # safetensors' copy
+    assert (devices.opened, reasons()) == ([], {})
+    assert shared(file.get_tensor("a.weight"))
+    assert shared(part[...])
 
 
 def test_the_rest_of_safe_open(devices: Devices, path: str) -> None:

@@ -161,7 +161,13 @@ class _DeviceImage:
         return cls(from_anywhere(filename), identity, index)
 
     def found(self) -> _Found | None:
-        """Return the image; None (counted once) where there is none, or the file has changed."""
+        """Return the image; None (counted once) where there is none, or the file has changed.
+
+        None as well while loads are left to the library, which knows no shared memory: what keeps
+        programs from writing to that may be gone.
+        """
+        if not patches.active():
+            return None
         if not self._is_asked:
             self._found = self._ask()
             self._is_asked = True
