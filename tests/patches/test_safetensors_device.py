@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import devices as emulation
+import numpy as np
 import pytest
 import safetensors
 import safetensors.torch
@@ -25,7 +26,13 @@ from torch import nn
 import trims_shim
 from trims_shim import patches
 from trims_shim.errors import UnknownDevice
-from trims_shim.patches import safetensors_device, safetensors_model, torch_device, torch_module
+from trims_shim.patches import (
+    safetensors_device,
+    safetensors_model,
+    torch_device,
+    torch_from_file,
+    torch_module,
+)
 
 
 class Theirs:
@@ -285,6 +292,21 @@ def test_tensors_and_slices_outlive_the_file(devices: Devices, path: str) -> Non
         tensor, view = file.get_tensor("a.weight"), file.get_slice("i.long")
     assert torch.equal(tensor, expected_of(path)["a.weight"])
     assert torch.equal(view[...], expected_of(path)["i.long"])
+
+
+def test_no_host_image_beside_that_of_the_device(
+    devices: Devices, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: all of the file was read again, into host memory, for one tensor or index."""
+    undo = emulation.apply(*torch_from_file.POINTS)
+    file = safetensors.safe_open(path, "pt", device="cuda")
+    assert shared(file.get_tensor("a.weight"))
+    part = file.get_slice("a.weight")
+    assert "CUDA" in outcome(lambda: part[np.int64(3)])[1]  # safetensors' copy
+    monkeypatch.setattr(safetensors_device._Source, "tensor", lambda *_: None)
+    assert "CUDA" in outcome(lambda: file.get_tensor("a.weight"))[1]
+    undo()
+    assert devices.opened_on_host == []
 
 
 class Net(nn.Module):

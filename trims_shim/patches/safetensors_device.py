@@ -264,7 +264,10 @@ class _DeviceFile:
     def _tensor(self, name: Any, parts: torch_device.Parts | None = None) -> Any:
         source = None if self._image is None else self._image.source(name)
         tensor = None if source is None else source.tensor(parts)
-        return self._file.get_tensor(name) if tensor is None else tensor
+        if tensor is not None:
+            return tensor
+        with _beside(source):
+            return self._file.get_tensor(name)
 
 
 class _DeferredFile(_DeviceFile):
@@ -333,15 +336,17 @@ class _DeviceSlice:
         return getattr(self._inner, name)
 
     def __getitem__(self, index: Any) -> Any:
-        source = self._source() if _is_basic(index) else None
-        whole = None if source is None else source.tensor()
-        if whole is None:
+        source = self._source()
+        whole = None if source is None or not _is_basic(index) else source.tensor()
+        if whole is not None:
+            try:
+                part = whole[index]
+            except (IndexError, ValueError, TypeError):
+                pass  # safetensors raises its own error
+            else:
+                return _own_storage(part)
+        with _beside(source):
             return self._inner[index]
-        try:
-            part = whole[index]
-        except (IndexError, ValueError, TypeError):
-            return self._inner[index]  # raises safetensors' own error
-        return _own_storage(part)
 
     def _source(self) -> _Source | None:
         return None if self._image is None else self._image.source(self._name)
@@ -361,6 +366,11 @@ class DeferredSlice(_DeviceSlice):
         if dtype is not None and torch_dtype(source.record.dtype) is not dtype:
             return None
         return source.tensor()
+
+
+def _beside(source: _Source | None) -> contextlib.AbstractContextManager[Any]:
+    """Return what the compiled class has to answer in: beside a device image, without a host's."""
+    return contextlib.nullcontext() if source is None else _inactive()
 
 
 def _is_basic(index: Any) -> bool:
