@@ -9,7 +9,11 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ import safetensors
 import safetensors.torch
 import torch
 from devices import DEVICES, LARGE, SIDE, Devices, Tied, reasons, shared
-from harness import World
+from harness import PATIENCE_S, World
 from torch import nn
 
 import trims_shim
@@ -166,6 +170,46 @@ def test_a_file_replaced_before_its_first_tensor(devices: Devices, path: str) ->
     assert "CUDA" in outcome(lambda: file.get_tensor("a.weight"))[1]
     assert reasons() == {"model_changed": 1}
     assert devices.opened == []
+
+
+def test_threads_ask_once(devices: Devices, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found: each that wanted a tensor before the first had one asked, and was counted."""
+
+    def slow(self: Any, place: Any) -> Any:
+        time.sleep(0.1)
+        return on(self, place)
+
+    on = safetensors_device._DeviceImage._on
+    monkeypatch.setattr(safetensors_device._DeviceImage, "_on", slow)
+    file = safetensors.safe_open(path, "pt", device="cuda")
+    with ThreadPoolExecutor(4) as pool:
+        assert all(map(shared, pool.map(file.get_tensor, ["a.weight"] * 4)))
+    assert len(devices.opened) == emulation.events("served:safetensors_device") == 1
+
+
+def test_a_child_forked_while_a_thread_asks(
+    devices: Devices, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(self: Any, place: Any) -> Any:
+        is_asking.set()
+        is_forked.wait(PATIENCE_S)
+        return on(self, place)
+
+    is_asking, is_forked = threading.Event(), threading.Event()
+    on = safetensors_device._DeviceImage._on
+    monkeypatch.setattr(safetensors_device._DeviceImage, "_on", slow)
+    file = safetensors.safe_open(path, "pt", device="cuda")
+    with ThreadPoolExecutor(1) as pool:
+        tensor = pool.submit(file.get_tensor, "a.weight")
+        assert is_asking.wait(PATIENCE_S)
+        child = os.fork()
+        if not child:
+            signal.alarm(int(PATIENCE_S))
+            is_forked.set()
+            os._exit(not shared(file.get_tensor("a.weight")))
+        is_forked.set()
+        assert shared(tensor.result())
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_first_tensor_while_disabled(devices: Devices, path: str) -> None:

@@ -27,6 +27,7 @@ import contextvars
 import inspect
 import os
 import re
+import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -150,6 +151,8 @@ class _DeviceImage:
         self._identity = identity
         self._found: _Found | None = None
         self._is_asked = False
+        self._asking = threading.RLock()
+        self._process = os.getpid()
 
     @classmethod
     def of(cls, filename: str, index: int) -> _DeviceImage | None:
@@ -169,8 +172,12 @@ class _DeviceImage:
         if not patches.active():
             return None
         if not self._is_asked:
-            self._found = self._ask()
-            self._is_asked = True
+            # Once for all threads; but a forked child may find the lock held by nobody.
+            is_ours = self._process == os.getpid()
+            with self._asking if is_ours else contextlib.nullcontext():
+                if not self._is_asked:
+                    self._found = self._ask()
+                    self._is_asked = True
         return self._found
 
     def source(self, name: Any) -> _Source | None:
