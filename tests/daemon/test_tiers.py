@@ -44,7 +44,7 @@ from trims_shim.errors import (
     UnknownImage,
 )
 from trims_shim.memory import nvml
-from trims_shim.memory.device import DeviceMemory
+from trims_shim.memory.device import DeviceAllocation, DeviceMemory
 from trims_shim.memory.host import MemfdMemory
 from trims_shim.specs import Identity, SegmentKind
 from trims_shim.wire import admin
@@ -381,6 +381,28 @@ class TestRoom:
             assert tier.store.totals().budget_bytes == GIB // 2, "the head-room keeps them apart"
         finally:
             taken.close()
+
+    def test_a_load_that_begins_while_it_is_measured_leaves_no_more(
+        self,
+        make: Callable[..., Harness],
+        emulated_cuda: Emulated,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Found: its memory, in the account before it is made, counted as ours and as free."""
+        harness = make(device_bytes="50%")
+        tier = harness.device()
+        create = tier.loader.memory.create
+
+        def measured(device_bytes: int) -> DeviceAllocation:
+            tier.measure()
+            return create(device_bytes)
+
+        monkeypatch.setattr(tier.loader.memory, "create", measured)
+        with tier.loader._memory_for(GIB // 4) as memory:
+            harness.tiers.tend()
+            assert memory is not None
+            memory.close()
+        assert tier.store.totals().budget_bytes == GIB // 2
 
     def test_a_size_is_what_was_asked_for(
         self, make: Callable[..., Harness], emulated_cuda: Emulated

@@ -166,6 +166,8 @@ class DeviceTier(Tier):
         self._budget = budget
         self.headroom_bytes = headroom_bytes
         self._reachable_bytes: int | None = None
+        self._left_bytes = 0
+        """At least this was left to us by other programs when it was last measured."""
         # Not the loader's: NVML may hang with a device, and nobody is to wait for it.
         self._measurer = Workers(1)
         self._measuring: Future[None] | None = None
@@ -178,12 +180,18 @@ class DeviceTier(Tier):
     def measure(self) -> None:
         """Measure how much memory we have or could have. Blocks: NVML may hang with a device."""
         while True:
-            ours = self.loader.allocated_bytes()
+            ours, resident = self.loader.allocated_bytes(), self._resident_bytes()
             free = nvml.free_bytes(self.name)
             if ours == self.loader.allocated_bytes():
                 # Only the sum is kept: what we allocate or free later does not change it.
                 self._reachable_bytes = None if free is None else free + ours
+                # What a load is about to allocate is ours already, and still free. An image is not.
+                surely_ours = min(resident, self._resident_bytes())
+                self._left_bytes = 0 if free is None else free + surely_ours
                 return
+
+    def _resident_bytes(self) -> int:
+        return self.store.totals().resident_bytes
 
     def measure_soon(self) -> None:
         """Measure in a thread of its own, unless it still does."""
@@ -199,8 +207,7 @@ class DeviceTier(Tier):
 
     def grow(self) -> None:
         """Take a budget that is a share of more, if other programs leave more than ever before."""
-        if self._reachable_bytes is not None:
-            self.store.grow(self._budget.of(self._reachable_bytes))
+        self.store.grow(self._budget.of(self._left_bytes))
 
     def close(self) -> None:
         """See :class:`Tier`."""
