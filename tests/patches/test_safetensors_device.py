@@ -29,6 +29,7 @@ from torch import nn
 
 import trims_shim
 from trims_shim import patches
+from trims_shim.client.cache import cache
 from trims_shim.errors import UnknownDevice
 from trims_shim.patches import (
     safetensors_device,
@@ -37,6 +38,7 @@ from trims_shim.patches import (
     torch_from_file,
     torch_module,
 )
+from trims_shim.specs import Identity
 
 
 class Theirs:
@@ -424,6 +426,22 @@ def test_private_access(devices: Devices, path: str) -> None:
     actual["a.weight"].zero_()
 
 
+def test_private_copies_of_an_image_that_is_there(devices: Devices, path: str) -> None:
+    """Found: room for a second image was asked for, and all was copied from host memory."""
+    shared_before = safetensors.torch.load_file(path, device="cuda")
+    found = torch_device.find(shared_before["a.weight"])
+    assert found is not None
+    cache()._digests[Identity.from_stat(os.stat(path))] = found[0].digest
+    devices.runtime.free = os.path.getsize(path)
+    token = torch_device_access("private")
+    actual = safetensors.torch.load_file(path, device="cuda")
+    assert not any(map(shared, actual.values()))
+    devices.runtime.free -= 1
+    assert "CUDA" in outcome(lambda: safetensors.torch.load_file(path, device="cuda"))[1]
+    token()
+    assert reasons() == {"no_room_for_copies": 1}
+
+
 def torch_device_access(value: str) -> Callable[[], None]:
     token = torch_device.access.set(value)
     return lambda: torch_device.access.reset(token)
@@ -511,8 +529,6 @@ def test_damaged_files(devices: Devices, path: str) -> None:
 
 
 def relax() -> None:
-    from trims_shim.client.cache import cache
-
     cache().config._values["strict"] = False
 
 

@@ -205,9 +205,13 @@ def _arena(descriptor: int, name: str, place: Place) -> DeviceArena | None:
 
 
 def _check_room_for_copies(descriptor: int, name: str, place: Place) -> None:
-    """Raises NotServed unless the image and private copies of it all fit: torch needs one copy."""
+    """Raises NotServed unless private copies of an image all fit, and itself if it is not there.
+
+    Torch needs room for one copy only.
+    """
     size_bytes, free_bytes = os.fstat(descriptor).st_size, runtime.free_bytes(place.index)
-    if 2 * size_bytes > free_bytes:
+    is_there = _arenas().held(cache().digest_of(descriptor), place.id) is not None
+    if (1 if is_there else 2) * size_bytes > free_bytes:
         raise NotServed(
             "no_room_for_copies",
             f"{name}: {size_bytes} bytes and private copies do not fit {free_bytes} free bytes",
