@@ -261,3 +261,14 @@ def test_models_that_take_no_row_alone() -> None:
 class Centred(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x - x.mean(0)
+
+
+class LastStep(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(0, 1).contiguous()[-1]
+
+
+def test_what_crosses_may_begin_at_an_uneven_address() -> None:
+    torch.manual_seed(0)
+    layers = [LastStep(), nn.Linear(25, 25), nn.Linear(25, 12)]
+    check_stages(layers, nn.Sequential(*layers), Example(torch.rand(3, 7, 25)))
