@@ -80,6 +80,15 @@ def test_tensors_need_no_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(there_and_back(given), given)
 
 
+def test_tensors_without_memory() -> None:
+    """Found: their process ended by SIGSEGV."""
+    freed = torch.ones(2, 3)
+    freed.untyped_storage().resize_(0)
+    for tensor in freed, torch._efficientzerotensor(2, 3):
+        with pytest.raises(ValueError, match=r"a tensor \[2, 3\] has no memory"):
+            dumped(tensor)
+
+
 def test_unusual_tensors_go_the_way_of_torch() -> None:
     given = torch.eye(3).to_sparse()
     assert torch.equal(there_and_back(given).to_dense(), torch.eye(3))

@@ -136,7 +136,10 @@ def _is_plain_tensor(value: Any) -> bool:
 
 def _content(whole: Any) -> pickle.PickleBuffer:
     """The memory of a tensor, without numpy, which may not be there; keeps the tensor."""
-    memory: Any = (ctypes.c_char * whole.nbytes).from_address(whole.data_ptr())
+    address = whole.data_ptr()
+    if whole.nbytes and not address:  # one of forward-mode AD, or of a storage resized to 0
+        raise ValueError(f"a tensor {list(whole.shape)} has no memory that could be sent")
+    memory: Any = (ctypes.c_char * whole.nbytes).from_address(address)
     memory.owner = whole
     return pickle.PickleBuffer(memory)
 
