@@ -232,3 +232,8 @@ def _shared_ranges() -> list[range]:
             begin, end = (int(each, 16) for each in line.split()[0].split("-"))
             ranges.append(range(begin, end))
     return ranges
+
+
+def test_an_example_that_is_a_slice() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval()
+    assert len(slice_model(model, torch.rand(5, 9)[:, :4], 2).stages) == 2

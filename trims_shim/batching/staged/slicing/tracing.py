@@ -298,7 +298,8 @@ def _exported(model: Any, example: Example, varying: Collection[int]) -> Any:
     try:
         with torch.no_grad(), _without_warnings(), _unchanged(model):
             named = _by_name(model, *shapes)
-            program = torch.export.export(model, example.args, example.kwargs, dynamic_shapes=named)
+            given = example.copy()  # for a slice, the guards ask for the sizes of what it is of
+            program = torch.export.export(model, given.args, given.kwargs, dynamic_shapes=named)
             if not named.keys() >= example.kwargs.keys():
                 # torch 2.14 traces them, but cannot run a check of their sizes (NameError).
                 example.copy().call(program.module())
