@@ -20,8 +20,8 @@ def _activate():
     except Exception as error:
         # Only for the program that was asked for: its helpers may be other interpreters.
         if os.environ.get("_TRIMS_RUN_PID") == str(os.getpid()):
-            why = ": ".join([type(error).__name__, str(error)])
-            sys.stderr.write("trims run: " + sys.executable + " runs without the cache: " + why)
+            words = (sys.executable, type(error).__name__, error)
+            sys.stderr.write("trims run: %s runs without the cache: %s: %s" % words)  # noqa: UP031
             sys.stderr.write("; install trims_shim for this interpreter\n")
 
 
