@@ -71,13 +71,8 @@ def enabled() -> bool:
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
     """Leave loads of this thread or task to the framework's own loader inside the block."""
-    token = patches.overridden.set(False)
-    try:
+    with patches.inactive():
         yield
-    finally:
-        # An abandoned asynchronous generator ends in another task, where it has set nothing.
-        with contextlib.suppress(ValueError):
-            patches.overridden.reset(token)
 
 
 def stats() -> Stats:

@@ -6,6 +6,7 @@ whether they act. Importing this package imports none of the patched libraries.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import importlib
@@ -18,11 +19,20 @@ from trims_shim.patches.importing import call_when_imported
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from trims_shim.patches.points import AppliedPatch
 
-__all__ = ["ELIDING", "active", "applied", "disable", "enable", "overridden", "requested"]
+__all__ = [
+    "ELIDING",
+    "active",
+    "applied",
+    "disable",
+    "enable",
+    "inactive",
+    "overridden",
+    "requested",
+]
 
 ELIDING = "torch_module"
 """The patch file that a setting can leave out."""
@@ -101,6 +111,18 @@ def active() -> bool:
     """Whether patched calls use the cache right now."""
     override = overridden.get()
     return _is_enabled if override is None else override
+
+
+@contextlib.contextmanager
+def inactive() -> Iterator[None]:
+    """Let patched calls of this thread or task do as the library inside the block."""
+    token = overridden.set(False)
+    try:
+        yield
+    finally:
+        # An abandoned asynchronous generator ends in another task, where it has set nothing.
+        with contextlib.suppress(ValueError):
+            overridden.reset(token)
 
 
 def enable(libraries: tuple[str, ...], *, elide_copies: bool = True) -> None:

@@ -44,8 +44,6 @@ from trims_shim.patches.torch_storage import torch_dtype
 from trims_shim.specs import Identity
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from trims_shim.client.device_arenas import DeviceArena
     from trims_shim.specs import Record
 
@@ -90,15 +88,6 @@ def _open(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with kind.opening():
         file = original(*args, **kwargs)
     return kind(file, image)
-
-
-@contextlib.contextmanager
-def _inactive() -> Iterator[None]:
-    token = patches.overridden.set(False)
-    try:
-        yield
-    finally:
-        patches.overridden.reset(token)
 
 
 @or_none
@@ -282,7 +271,7 @@ class _DeferredFile(_DeviceFile):
 
     @classmethod
     def opening(cls) -> contextlib.AbstractContextManager[Any]:
-        return _inactive()  # few tensors are read here: no host image is needed for them
+        return patches.inactive()  # few tensors are read here: no host image is needed for them
 
     def get_tensor(self, name: Any) -> Any:
         return self._file.get_tensor(name)
@@ -377,7 +366,7 @@ class DeferredSlice(_DeviceSlice):
 
 def _beside(source: _Source | None) -> contextlib.AbstractContextManager[Any]:
     """Return what the compiled class has to answer in: beside a device image, without a host's."""
-    return contextlib.nullcontext() if source is None else _inactive()
+    return contextlib.nullcontext() if source is None else patches.inactive()
 
 
 def _is_basic(index: Any) -> bool:
