@@ -147,6 +147,10 @@ class TestFile:
         with pytest.raises(ConfigError, match=r"trims\.toml cannot be read"):
             load({"XDG_CONFIG_HOME": str(home)})
 
+    def test_a_byte_order_mark_is_no_part_of_it(self, home: Path) -> None:
+        (home / "trims" / "trims.toml").write_bytes(b"\xef\xbb\xbfmin_bytes = 4096\r\n")
+        assert load({"XDG_CONFIG_HOME": str(home)}).min_bytes == 4096
+
     def test_a_directory_in_its_place(self, home: Path) -> None:
         (home / "trims" / "trims.toml").mkdir()
         with pytest.raises(ConfigError, match="cannot be read"):

@@ -595,12 +595,15 @@ def _read_file(path: str) -> dict[str, str]:
 
 
 def load_toml(file: BinaryIO) -> dict[str, Any]:
-    """The table of a TOML file. Raises ValueError, and RecursionError for brackets without end."""
+    """The table of a TOML file. Raises ValueError, and RecursionError for brackets without end.
+
+    A byte order mark, as some editors write one, is ignored as TOML 1.1 has it.
+    """
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
-    table: dict[str, Any] = tomllib.load(file)
+    table: dict[str, Any] = tomllib.loads(file.read().decode("utf-8-sig"))
     return table
 
 
