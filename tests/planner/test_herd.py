@@ -223,6 +223,20 @@ def test_a_model_that_fits_nowhere_is_named() -> None:
         plan_herd({"big": Stream("b", 1)}, MODELS, devices=1, memory_bytes=5, groups=1)
 
 
+@pytest.mark.parametrize("of_paper", [False, True])
+def test_models_that_do_not_fit_by_a_hair_do_not_share_devices(of_paper: bool) -> None:
+    """Found: by less than the solver's tolerance, a millionth of a device."""
+    models = {name: HostedModel(10, 8_000_001_000) for name in "abcd"} | {
+        "other half": HostedModel(10, 7_999_999_000)
+    }
+    limits: dict[str, Any] = {"devices": 9, "memory_bytes": 16 * 10**9, "of_paper": of_paper}
+    streams = {name: Stream(name, 5) for name in models}
+    plan = plan_herd(streams, models, groups=4, **limits)
+    assert sorted(len(group.models) for group in plan.groups) == [1, 1, 1, 2]
+    with pytest.raises(PlanningError, match="do not fit"):
+        plan_herd(streams, models, groups=3, **limits)
+
+
 def test_groups_that_have_no_device_each_are_no_room() -> None:
     streams = {"one": Stream("a", 1), "two": Stream("c", 1)}
     with pytest.raises(PlanningError, match=r"\(at most 1\): .* more devices"):

@@ -306,10 +306,13 @@ class _Herd:
         self, goal: Mapping[int, float], *, gap: float, time_limit_s: float
     ) -> Solution | None:
         """None if there is no plan, or none was found in time."""
-        try:
-            return self._programme.maximise(goal, gap=gap, time_limit_s=time_limit_s)
-        except OutOfTime:
-            return None
+        while True:
+            try:
+                found = self._programme.maximise(goal, gap=gap, time_limit_s=time_limit_s)
+            except OutOfTime:
+                return None
+            if found is None or not self._exclude_overfull(found):
+                return found
 
     def groups(self, found: Solution) -> list[tuple[int, list[str]]]:
         """Return the size of each group that is used, and the names of its streams."""
@@ -320,6 +323,27 @@ class _Herd:
                     members[group] += unit.streams
         sizes = [round(found.values[size]) for size in self._sizes]
         return [each for each in zip(sizes, members, strict=True) if each[1]]
+
+    def _exclude_overfull(self, found: Solution) -> bool:
+        """Exclude what fits only by the solver's tolerance; return whether there was any."""
+        bytes_of = {name: each.memory_bytes for name, each in self._models.items()}
+        is_any = False
+        for group in self._groups:
+            held = {
+                unit.model
+                for unit, joins in zip(self._units, self._joins, strict=True)
+                if found.values[joins[group]]
+            }
+            if sum(bytes_of[name] for name in held) <= self._limits.memory_bytes:
+                continue
+            is_any = True
+            # Nor do as many others fit that are as large.
+            largest = max(bytes_of[name] for name in held)
+            among = [n for n in self._holds if n in held or bytes_of[n] >= largest]
+            for other in self._groups:
+                terms = {self._holds[name][other]: 1.0 for name in among}
+                self._programme.row(terms, upper=len(held) - 1)
+        return is_any
 
     def _choices(self) -> list[int]:
         return [self._programme.variable(upper=1, is_integer=True) for _ in self._groups]
