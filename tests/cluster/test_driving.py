@@ -20,7 +20,7 @@ from trims_shim.batching.protocol import NEVER_NS
 from trims_shim.cluster import driving
 from trims_shim.cluster.actor import Loaded
 from trims_shim.cluster.driving import Driver
-from trims_shim.cluster.fleet import Fleet, Phase
+from trims_shim.cluster.fleet import Fleet, Phase, Rest
 from trims_shim.cluster.routing import Router, Ticket
 from trims_shim.cluster.service import Service
 from trims_shim.errors import BatcherClosed, ClusterError, PlanningError, RequestDropped
@@ -378,7 +378,7 @@ def test_an_actor_that_cannot_be_made_is_made_again(
     world = _World([])
     try:
         wait_until(lambda: len(world.made) >= 2, "the second try")
-        assert world.fleet.unloadable == set()
+        assert not world.fleet.unloadable
         monkeypatch.setattr(_Method, "load_error", None)
         world.driver.started.result(PATIENCE_S)
     finally:
@@ -630,11 +630,19 @@ def test_late_news_of_a_load_are_none_and_what_is_known_stays(
 
 def test_it_is_planned_for_what_loads_and_the_devices_that_are_there(make: Maker) -> None:
     world = make([])
-    world.fleet.unloadable.add(LARGE)
+    world.fleet.unloadable[LARGE] = Rest(60.0, NEVER_NS)
     world.fleet.devices[2].is_away = True
     wait_until(lambda: world.asked() and bool(world.problems), "a plan")
     assert world.problems[0].options == [SMALL]
     assert world.problems[0].devices == {"gpu": 2}
+
+
+def test_what_could_not_be_loaded_is_planned_for_again(make: Maker) -> None:
+    world = make([])
+    world.fleet.unloadable[LARGE] = Rest(60.0, time.monotonic_ns())
+    world.fleet.unloadable[SMALL] = Rest(60.0, NEVER_NS)
+    wait_until(lambda: world.asked() and bool(world.problems), "a plan")
+    assert world.problems[0].options == [LARGE]
 
 
 def test_a_family_that_no_device_can_answer_keeps_no_plan_from_others(make: Maker) -> None:

@@ -85,6 +85,45 @@ def test_what_runs_is_not_given_up_for_a_variant_that_cannot_be_loaded() -> None
     assert start(fleet, SECOND) == [last]
 
 
+def test_what_could_not_be_loaded_is_planned_after_pauses_that_grow() -> None:
+    """Found: never again."""
+    options = [SMALL, LARGE, OTHER]
+    fleet = ready((SMALL, 3, 9.0))
+    fleet.place(placed((LARGE, 3, 9.0)))
+    first, second = start(fleet)
+    now_ns, pauses = 0, []
+    for _ in range(1100):
+        fleet.failed(first, first.load, now_ns)
+        fleet.failed(second, second.load, now_ns)
+        until_ns = fleet.unloadable[LARGE].until_ns
+        assert fleet.to_plan(options, until_ns - 1) == [SMALL, OTHER]
+        assert fleet.to_plan([LARGE, OTHER], until_ns - 1) == [LARGE, OTHER], "it has no other"
+        assert fleet.to_plan(options, until_ns) == options
+        pauses.append(until_ns - now_ns)
+        now_ns = max(until_ns, first.retry_ns, second.retry_ns)
+        assert start(fleet, now_ns) == [first, second]
+    assert pauses[1] == 2 * pauses[0]
+    assert pauses[-1] == pauses[-2] == 600 * SECOND
+    fleet.loaded(first, first.load)
+    assert fleet.to_plan(options, now_ns) == options
+
+
+def test_one_device_at_a_time_tries_what_could_not_be_loaded() -> None:
+    fleet = ready((SMALL, 3, 9.0), (OTHER, 1, 1.0))
+    fleet.place(placed((SMALL, 2, 9.0), (LARGE, 1, 9.0), (OTHER, 1, 1.0)))
+    (device,) = start(fleet)
+    fleet.failed(device, device.load, 0)
+    fleet.place(placed((SMALL, 3, 9.0), (OTHER, 1, 1.0)))
+    assert start(fleet, SECOND) == [device]
+    fleet.loaded(device, device.load)
+    fleet.place(placed((LARGE, 4, 9.0)))
+    (one,) = start(fleet, 60 * SECOND)
+    fleet.failed(one, one.load, 60 * SECOND)
+    assert start(fleet, 90 * SECOND) == [one]
+    fleet.loaded(one, one.load)
+    assert len(start(fleet, 90 * SECOND)) == 3
+
+
 def test_a_device_that_is_not_needed_comes_back_too() -> None:
     fleet = ready((SMALL, 1, 1.0), (OTHER, 1, 1.0))
     fleet.place(placed((OTHER, 1, 1.0)))
@@ -158,7 +197,7 @@ def test_a_loader_that_fails_is_tried_again_and_its_variant_is_known() -> None:
     fleet.place(placed((SMALL, 1, 1.0), (LARGE, 1, 1.0)))
     (device,) = start(fleet)
     fleet.failed(device, device.load, 0)
-    assert fleet.unloadable == {LARGE}
+    assert set(fleet.unloadable) == {LARGE}
     assert device.phase is Phase.EMPTY
     assert start(fleet) == [], "not at once"
     assert start(fleet, 60 * SECOND) == [device]

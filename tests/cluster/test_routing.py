@@ -261,9 +261,7 @@ class _World:
         """At devices."""
 
     def plan(self, devices: int) -> object:
-        options = [each for each in (SMALL, LARGE, OTHER) if each not in self.fleet.unloadable]
-        if not options:
-            return placed()
+        options = self.fleet.to_plan((SMALL, LARGE, OTHER), self.now_ns)
         chosen = Counter(self.random.choices(range(len(options)), k=devices))
         return placed(*((options[which], count, 1.0 * which) for which, count in chosen.items()))
 
@@ -336,7 +334,6 @@ class _World:
 
     def finish(self) -> None:
         """Both families get a device, and all devices load and answer."""
-        self.fleet.unloadable.clear()
         for _ in range(100):
             self.now_ns += 60 * SECOND
             if len(self.fleet.present) >= 2:

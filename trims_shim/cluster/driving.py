@@ -279,7 +279,7 @@ class Driver:
             cause = _cause(error)
             text = f"{option.name} ({option.family}) could not be loaded: {cause!r}"
             if option not in self._fleet.unloadable:
-                _logger.warning("%s; it is tried again, and not planned for until it loads", text)
+                _logger.warning("%s; it is tried again, after pauses that grow", text)
             self._fleet.failed(device, load, now_ns)
             if not self.started.done():
                 failure = ClusterError(f"{text}; call its loader in a process of its own")
@@ -300,7 +300,7 @@ class Driver:
         problem = replace(
             self._problem.asked(replanner.wanted_qps(now_ns)),
             devices={kind: counts[kind] for kind in self._problem.devices},
-            options=[each for each in self._problem.options if each not in self._fleet.unloadable],
+            options=self._fleet.to_plan(self._problem.options, now_ns),
         )
         asked = {device.number: self._actors[device.number].resident.remote() for device in present}
         # In a thread, as the solver may take seconds.

@@ -9,23 +9,27 @@
 
 A device that changes answers what it was given before, then loads; so nothing waits for it. The
 last device that is ready for a family changes after all others, and stays so while another one is
-loading for that family. None gives up what it runs for a variant that could not be loaded.
+loading for that family. For a variant that could not be loaded, one device at a time gives up what
+it runs, and no last one of a family.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from trims_shim.planner import Option, Placement, assign
 
-__all__ = ["Device", "Fleet", "Phase"]
+__all__ = ["Device", "Fleet", "Phase", "Rest"]
 
 _NS_PER_S = 1_000_000_000
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 30.0
 """Between attempts to load: each pause is twice the one before."""
+_LONGEST_REST_S = 600.0
+"""Of a variant that could not be loaded, before it is planned for again: a device that then gives
+up what it runs may be without a variant until the next plan."""
 _BATCHES_AHEAD = 2
 """Of the largest size: one that runs, and one that is formed meanwhile. All else waits where any
 device can still take it."""
@@ -70,6 +74,14 @@ class Device:
         return self.open < _BATCHES_AHEAD * self.option.profile.max_batch_size
 
 
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Of a variant that could not be loaded: how long, and until when it is not planned for."""
+
+    pause_s: float
+    until_ns: int
+
+
 class Fleet:
     """Devices are numbered in the order of ``kinds``, which names the kind of each."""
 
@@ -77,8 +89,8 @@ class Fleet:
         self.devices = [Device(number, kind) for number, kind in enumerate(kinds)]
         self.loads = 0
         """How often a variant was loaded."""
-        self.unloadable: set[Option] = set()
-        """Their loaders have raised errors, and no one has loaded since; not to be planned."""
+        self.unloadable: dict[Option, Rest] = {}
+        """Their loaders have raised errors, and no one has loaded since."""
         self._ready: dict[str, list[Device]] = {}
 
     @property
@@ -103,6 +115,16 @@ class Fleet:
         return bool(self.ready(family)) or any(
             device.wanted is not None and device.wanted.family == family for device in self.devices
         )
+
+    def to_plan(self, options: Sequence[Option], now_ns: int) -> list[Option]:
+        """Those that do not rest; all of a family of which all do."""
+        awake = {
+            option
+            for option in options
+            if option not in self.unloadable or now_ns >= self.unloadable[option].until_ns
+        }
+        families = {option.family for option in awake}
+        return [each for each in options if each in awake or each.family not in families]
 
     def place(
         self,
@@ -142,14 +164,14 @@ class Fleet:
         if self._is_current(device, load):
             assert device.option is not None
             device.pause_s, device.is_away = 0.0, False
-            self.unloadable.discard(device.option)
+            self.unloadable.pop(device.option, None)
             self._enter(device, Phase.READY)
 
     def failed(self, device: Device, load: int, now_ns: int) -> None:
         """The loader has raised an error. It is tried again after a pause."""
         if self._is_current(device, load):
             assert device.option is not None
-            self.unloadable.add(device.option)
+            self._rest(device.option, now_ns)
             device.is_away = False
             self._pause(device, now_ns)
             self._enter(device, Phase.EMPTY)
@@ -177,9 +199,19 @@ class Fleet:
         if device.wanted is None or device.phase is Phase.LOADING:
             return False
         if device.phase is Phase.READY:
-            may_change = device.wanted not in (device.option, *self.unloadable)
+            may_change = device.wanted != device.option and self._may_try(device)
             return may_change and not self._has_to_stay(device)
         return now_ns >= device.retry_ns
+
+    def _may_try(self, device: Device) -> bool:
+        """Whether it may give up what it runs for what is wanted, which may not load."""
+        return device.wanted not in self.unloadable or not (
+            self._is_last(device)
+            or any(
+                each.phase is not Phase.READY and each.wanted == device.wanted
+                for each in self.present
+            )
+        )
 
     def _has_to_stay(self, device: Device) -> bool:
         """Whether it is the last one that is ready for its family, and another will be soon."""
@@ -198,6 +230,12 @@ class Fleet:
     def _pause(self, device: Device, now_ns: int) -> None:
         device.pause_s = min(_LONGEST_PAUSE_S, 2 * device.pause_s or _FIRST_PAUSE_S)
         device.retry_ns = now_ns + round(device.pause_s * _NS_PER_S)
+
+    def _rest(self, option: Option, now_ns: int) -> None:
+        rest = self.unloadable.get(option, Rest(0.0, now_ns))
+        if now_ns >= rest.until_ns:  # else several devices have failed at once
+            pause_s = min(_LONGEST_REST_S, 2 * rest.pause_s or _FIRST_PAUSE_S)
+            self.unloadable[option] = Rest(pause_s, now_ns + round(pause_s * _NS_PER_S))
 
     def _enter(self, device: Device, phase: Phase) -> None:
         device.phase = phase
