@@ -284,7 +284,17 @@ def test_how_accurate_a_plan_may_be_is_what_the_solver_says(
     options = [option("cats", "small", "gpu", 60, 40), option("cats", "large", "gpu", 90, 10)]
     placement = plan_proteus(Problem({"gpu": 2}, options, {"cats": 30}), headroom=1.0)
     assert placement.accuracy_bound >= placement.accuracy
-    assert placement.accuracy_bound == pytest.approx(expected * placement.accuracy)
+    assert placement.accuracy_bound == pytest.approx(expected * placement.accuracy, rel=1e-5)
+
+
+def test_the_bound_is_of_plans_that_change_more_too() -> None:
+    """Found: it was that of the plan, which stays where another is better by less than the gap."""
+    options = [option("cats", "old", "gpu", 90, 40), option("cats", "new", "gpu", 90.05, 40)]
+    problem = Problem({"gpu": 1}, options, {"cats": 10})
+    before = plan_proteus(replace(problem, options=options[:1]))
+    after = plan_proteus(problem, before=before)
+    assert after.accuracy == pytest.approx(90)
+    assert after.accuracy_bound >= 90.0499
 
 
 def test_a_family_without_options_is_named() -> None:

@@ -88,7 +88,9 @@ def plan_proteus(
         if round(count)
     ]
     placement = Placement(tuple(_of_demand(groups, problem)), problem.demand_qps, share * headroom)
-    worse = best.bound / best.goal if best.goal > 0 else 1.0
+    # Less than the best goal where that was given for fewer changes.
+    reached = sum(flow * each for flow, each in zip(flows, model.accuracy.values(), strict=True))
+    worse = best.bound / reached if reached > 0 else 1.0
     return replace(placement, accuracy_bound=placement.accuracy * max(1.0, worse))
 
 
