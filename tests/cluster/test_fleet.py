@@ -51,6 +51,22 @@ def test_a_device_that_is_not_needed_keeps_its_variant() -> None:
     assert [device.planned_qps for device in fleet.ready("cats")] == [0.0]
 
 
+def test_what_a_device_loads_that_is_not_needed_any_more_is_coming() -> None:
+    """Found: its requests were dropped until it had loaded."""
+    fleet = Fleet(["gpu", "gpu"])
+    fleet.place(placed((SMALL, 1, 1.0), (OTHER, 1, 1.0)))
+    device, _ = start(fleet)
+    fleet.place(placed((OTHER, 1, 1.0)))
+    assert fleet.is_coming("cats")
+    fleet.loaded(device, device.load)
+    assert fleet.ready("cats") == [device]
+    fleet.lost(device, device.load, 0)
+    assert start(fleet, SECOND) == [device]
+    fleet.place(placed((OTHER, 1, 1.0)))
+    fleet.failed(device, device.load, SECOND)
+    assert fleet.is_coming("cats"), "it tries to come back as it was"
+
+
 def test_the_last_ready_device_waits_until_another_has_loaded() -> None:
     fleet = ready((SMALL, 3, 9.0))
     fleet.place(placed((LARGE, 3, 9.0)))

@@ -68,6 +68,11 @@ class Device:
     retry_ns: int = 0
 
     @property
+    def coming(self) -> Option | None:
+        """What it will run; one that is not needed keeps what it loads."""
+        return self.wanted or (self.option if self.phase is Phase.LOADING else None)
+
+    @property
     def has_room(self) -> bool:
         """Whether it may be given one more request."""
         assert self.option is not None
@@ -113,7 +118,7 @@ class Fleet:
     def is_coming(self, family: str) -> bool:
         """Whether some device can answer its requests, or will when it has loaded."""
         return bool(self.ready(family)) or any(
-            device.wanted is not None and device.wanted.family == family for device in self.devices
+            device.coming is not None and device.coming.family == family for device in self.devices
         )
 
     def to_plan(self, options: Sequence[Option], now_ns: int) -> list[Option]:
