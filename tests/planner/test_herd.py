@@ -135,6 +135,17 @@ def test_a_little_slack_is_given_for_a_more_tolerant_plan() -> None:
     assert sorted(group.devices for group in plan.groups) == [29, 42]
 
 
+def test_devices_that_no_group_may_have_do_not_blur_the_search() -> None:
+    """Found: it went up to the slack of all of them in one group, so that little was found."""
+    models = {name: HostedModel(10, 1) for name in "abcd"}
+    streams = {"a": Stream("a", 20), **{name: Stream(name, 2) for name in "bcd"}}
+    limits = {"devices": 60, "memory_bytes": 3, "groups": 2}
+    plan = plan_herd(streams, models, largest=4, **limits)
+    assert {group.models for group in plan.groups} == {("a",), ("b", "c", "d")}
+    hardly = plan_herd({"a": Stream("a", 1e-8)}, models, largest=1, **limits)
+    assert [group.devices for group in hardly.groups] == [1]
+
+
 def test_when_the_time_is_up_it_is_the_best_plan_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = {"many": Stream("a", 40), "few": Stream("c", 40)}
     limits = {"devices": 10, "memory_bytes": 20, "groups": 2}

@@ -157,6 +157,8 @@ def plan_herd(
     whole = sum(needed.values())
     shared = whole if whole <= devices else whole * min(groups, len(units))
     most = (devices - whole) / math.sqrt(shared)
+    # Nor has the busiest group of the largest size.
+    most = min(most, (limits.largest - herd.busiest) / math.sqrt(herd.busiest))
     close = _HARDLY * (most - plan.slack)
     for _ in range(_STEPS):
         if most - plan.slack <= close:
@@ -265,6 +267,11 @@ class _Herd:
         self._joins = [self._choices() for _ in units]
         self._holds = {name: self._choices() for name in self._models}
         self._place()
+
+    @property
+    def busiest(self) -> float:
+        """What the streams of some group need at least."""
+        return max(*self._needed, sum(self._needed) / len(self._groups))
 
     def tolerance(self) -> dict[int, float]:
         """Add the least burst tolerance of all streams; return it as a goal.
