@@ -119,6 +119,15 @@ def test_where_no_plan_is_found_the_old_one_stays() -> None:
     assert fails.placement is first
 
 
+def test_the_wait_for_another_plan_is_not_of_the_simulation() -> None:
+    """Found: devices counted as idle until the period after the last request ended."""
+    stream = arrivals((10, 60, 10))
+    first = plan_proteus(problem(60, 10))
+    again = serving(first, replanning=Replanning(lambda demand, before: before, period_s=300))
+    assert serve(serving(first), stream)[1] == serve(again, stream)[1]
+    assert again.plans == 1
+
+
 def test_variants_that_load_slowly_cost_answers() -> None:
     stream = arrivals((20, 20, 10), (20, 300, 10))
     first = plan_proteus(problem(20, 10))

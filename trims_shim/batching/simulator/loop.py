@@ -65,7 +65,7 @@ class Outcome:
     start_ns: int = 0
     """When the first arrived."""
     end_ns: int = 0
-    """When the last event happened."""
+    """When the last request was answered or dropped, or one arrived that never was."""
 
     @property
     def answered(self) -> list[tuple[Request, int]]:
@@ -172,7 +172,7 @@ def _run(
                 late_ns = 0 if lateness_ns is None else lateness_ns()
                 wake_ns = min(max(deadline_ns, now_ns) + late_ns, NEVER_NS)
     run.outcome.requests = admitted
-    return run.close(now_ns)
+    return run.close()
 
 
 def check_progress(policy: Policy, now_ns: int) -> None:
@@ -224,10 +224,17 @@ class _Simulation:
             else:
                 self._preempt(action, now_ns)
 
-    def close(self, now_ns: int) -> Outcome:
+    def close(self) -> Outcome:
         outcome = self.outcome
         outcome.unanswered = sorted(self.queued, key=lambda request: request.number)
-        outcome.end_ns = now_ns
+        # Not the last event, as a timer may come long after: that is no time of idle devices.
+        outcome.end_ns = max(
+            *(each.ended_ns for each in outcome.executions[-1:]),
+            *(dropped_ns for _, dropped_ns in outcome.dropped[-1:]),
+            *(request.arrival_ns for request in outcome.unanswered),
+            outcome.start_ns,
+            0,
+        )
         return outcome
 
     def _start(self, action: Run, now_ns: int) -> None:
