@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.cluster.making import LARGE, OTHER, SECOND, SMALL, placed, ready, start
-from trims_shim.cluster.fleet import Fleet, Phase
+from trims_shim.cluster.fleet import Fleet, Phase, Rest
 
 
 def phases(fleet: Fleet) -> list[Phase]:
@@ -133,11 +133,30 @@ def test_one_device_at_a_time_tries_what_could_not_be_loaded() -> None:
     assert start(fleet, SECOND) == [device]
     fleet.loaded(device, device.load)
     fleet.place(placed((LARGE, 4, 9.0)))
+    fleet.unloadable[LARGE] = Rest(60.0, 60 * SECOND)
+    assert start(fleet, 60 * SECOND - 1) == []
     (one,) = start(fleet, 60 * SECOND)
+    before = one.before
     fleet.failed(one, one.load, 60 * SECOND)
-    assert start(fleet, 90 * SECOND) == [one]
+    assert start(fleet, 60 * SECOND) == [one], "it goes back at once"
+    assert one.option == before
     fleet.loaded(one, one.load)
-    assert len(start(fleet, 90 * SECOND)) == 3
+    assert start(fleet, 180 * SECOND - 1) == []
+    (other,) = start(fleet, 180 * SECOND)
+    fleet.loaded(other, other.load)
+    assert len(start(fleet, 180 * SECOND)) == 2
+
+
+def test_the_only_device_of_a_family_tries_too_and_goes_back() -> None:
+    fleet = ready((SMALL, 1, 1.0))
+    (device,) = fleet.devices
+    fleet.unloadable[LARGE] = Rest(60.0, 60 * SECOND)
+    fleet.place(placed((LARGE, 1, 1.0)))
+    assert start(fleet, 60 * SECOND) == [device]
+    fleet.failed(device, device.load, 60 * SECOND)
+    assert fleet.is_coming("cats")
+    assert start(fleet, 60 * SECOND) == [device]
+    assert device.option == SMALL
 
 
 def test_a_device_that_is_not_needed_comes_back_too() -> None:

@@ -10,7 +10,7 @@
 A device that changes answers what it was given before, then loads; so nothing waits for it. The
 last device that is ready for a family changes after all others, and stays so while another one is
 loading for that family. For a variant that could not be loaded, one device at a time gives up what
-it runs, and no last one of a family.
+it runs, and goes back to that at once if it still cannot.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 30.0
 """Between attempts to load: each pause is twice the one before."""
 _LONGEST_REST_S = 600.0
-"""Of a variant that could not be loaded, before it is planned for again: a device that then gives
-up what it runs may be without a variant until the next plan."""
+"""Of a variant that could not be loaded, before it is planned for again: a device that then tries
+it is without a variant meanwhile."""
 _BATCHES_AHEAD = 2
 """Of the largest size: one that runs, and one that is formed meanwhile. All else waits where any
 device can still take it."""
@@ -53,6 +53,8 @@ class Device:
     phase: Phase = Phase.EMPTY
     option: Option | None = None
     """What it runs, loads, or had before it became empty or was lost."""
+    before: Option | None = None
+    """What it gave up for a variant that could not be loaded before."""
     wanted: Option | None = None
     """What it is to run; None if it is not needed."""
     planned_qps: float = 0.0
@@ -158,6 +160,8 @@ class Fleet:
         """Yield the devices that load from now on what is their ``option`` then."""
         while due := [device for device in self.devices if self._may_load(device, now_ns)]:
             device = min(due, key=self._is_last)
+            is_trying = device.phase is Phase.READY and device.wanted in self.unloadable
+            device.before = device.option if is_trying else None
             device.option = device.wanted
             device.load += 1
             self.loads += 1
@@ -179,6 +183,8 @@ class Fleet:
             self._rest(device.option, now_ns)
             device.is_away = False
             self._pause(device, now_ns)
+            if device.before is not None and device.wanted == device.option:
+                device.wanted, device.retry_ns = device.before, now_ns
             self._enter(device, Phase.EMPTY)
 
     def lost(self, device: Device, load: int, now_ns: int) -> None:
@@ -204,18 +210,16 @@ class Fleet:
         if device.wanted is None or device.phase is Phase.LOADING:
             return False
         if device.phase is Phase.READY:
-            may_change = device.wanted != device.option and self._may_try(device)
+            may_change = device.wanted != device.option and self._may_try(device, now_ns)
             return may_change and not self._has_to_stay(device)
         return now_ns >= device.retry_ns
 
-    def _may_try(self, device: Device) -> bool:
+    def _may_try(self, device: Device, now_ns: int) -> bool:
         """Whether it may give up what it runs for what is wanted, which may not load."""
-        return device.wanted not in self.unloadable or not (
-            self._is_last(device)
-            or any(
-                each.phase is not Phase.READY and each.wanted == device.wanted
-                for each in self.present
-            )
+        if device.wanted not in self.unloadable:
+            return True
+        return now_ns >= self.unloadable[device.wanted].until_ns and not any(
+            each.phase is not Phase.READY and each.wanted == device.wanted for each in self.present
         )
 
     def _has_to_stay(self, device: Device) -> bool:
