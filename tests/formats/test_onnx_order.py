@@ -73,6 +73,17 @@ def test_most_orders_are_found_again_and_none_is_wrong() -> None:
     assert found >= 295
 
 
+def test_of_a_sub_graph_that_was_listed_in_topological_order_all_are() -> None:
+    for seed in range(300):
+        given = some_graph(seed)
+        inputs = renumbered(given, walk(given, list(range(len(given)))))
+        listing = listing_of(inputs, is_topological=True)
+        assert listing is not None, seed
+        assert run_order(listing, inputs) == list(range(len(inputs))), seed
+        places = [listing.index(number) for number in range(len(inputs))]
+        assert all(places[each] < places[n] for n, some in enumerate(inputs) for each in some)
+
+
 @pytest.mark.parametrize("inputs", [[[1], []], [[0]]], ids=["later", "itself"])
 def test_an_order_that_no_graph_runs_in(inputs: list[list[int]]) -> None:
     assert listing_of(inputs) is None
@@ -115,6 +126,28 @@ def test_what_a_sub_graph_takes_counts() -> None:
     inner.initializer.append(helper.make_tensor("own", TensorProto.FLOAT, [1], [1.0]))
     names = listed(chains(body=inner))
     assert names.index("b") > names.index("c")
+
+
+def test_nodes_of_sub_graphs_move_too() -> None:
+    inner, deepest = chains().graph, chains().graph
+    inner.node[3].attribute.append(helper.make_attribute("body", deepest))
+    model = chains(body=inner)
+    found = onnx.ModelProto.FromString(in_running_order(model.SerializeToString()))
+    middle = next(each for each in found.graph.node if each.name == "d").attribute[0].g
+    last = next(each for each in middle.node if each.name == "d").attribute[0].g
+    orders = ["".join(each.name for each in graph.node) for graph in (found.graph, middle, last)]
+    assert orders == ["dcba", "cdab", "cdab"]
+    # Everything but the nodes' order is as it was.
+    for each in (found.graph, model.graph):
+        _sort_nodes(each)
+    assert found == model
+
+
+def _sort_nodes(graph: onnx.GraphProto) -> None:
+    graph.node.sort(key=lambda each: each.name)
+    for node in graph.node:
+        for attribute in node.attribute:
+            _sort_nodes(attribute.g)
 
 
 def test_large_graphs_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -421,6 +421,16 @@ def sizes_that_contradict_their_names(work: Work) -> object:
 
     Buffers are shared between values of the same declared sizes, in the order in which nodes run.
     """
+    return _contradicted(work, in_branch=False)
+
+
+@case(served=True)
+def sizes_that_contradict_their_names_in_a_branch(work: Work) -> object:
+    """The same nodes in a sub-graph."""
+    return _contradicted(work, in_branch=True)
+
+
+def _contradicted(work: Work, *, in_branch: bool) -> object:
     steps = ["x a", "a b", "b c", "b d", "y e", "e f", "x g"]
     operators = ["Tanh", "Exp", "Sin", "Cos", "Sigmoid", "Sin", "Tanh"]
     sizes = ["rows", "columns"]
@@ -431,16 +441,29 @@ def sizes_that_contradict_their_names(work: Work) -> object:
     value = functools.partial(
         onnx.helper.make_tensor_value_info, elem_type=onnx.TensorProto.FLOAT, shape=sizes
     )
-    graph = onnx.helper.make_graph(
-        nodes, "sizes", [value("x"), value("y")], [value(each) for each in "cdfg"]
-    )
+    inputs, outputs = [value("x"), value("y")], [value(each) for each in "cdfg"]
+    given = {}
+    if in_branch:
+        branch = onnx.helper.make_graph(nodes, "branch", [], outputs)
+        inputs.append(onnx.helper.make_tensor_value_info("which", onnx.TensorProto.BOOL, []))
+        nodes = [
+            onnx.helper.make_node(
+                "If", ["which"], list("cdfg"), then_branch=branch, else_branch=branch
+            )
+        ]
+        given["which"] = np.array(True)
+    graph = onnx.helper.make_graph(nodes, "sizes", inputs, outputs)
     opset = onnx.helper.make_opsetid("", 17)
     model = onnx.helper.make_model(graph, opset_imports=[opset], ir_version=9)
     path = work.file("model.onnx", lambda p: p.write_bytes(model.SerializeToString()))
     session = onnxruntime.InferenceSession(path, options())
     shapes = [(2, 3), (4, 5), (64, 64)]
     return [
-        attempt(session.run, None, {"x": np.ones(x, np.float32), "y": np.ones(y, np.float32)})
+        attempt(
+            session.run,
+            None,
+            {"x": np.ones(x, np.float32), "y": np.ones(y, np.float32), **given},
+        )
         for x in shapes
         for y in shapes
     ]

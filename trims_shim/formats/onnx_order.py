@@ -40,56 +40,73 @@ __all__ = ["in_running_order", "listing_of"]
 _NODES_LIMIT = 20_000
 _RULES_LIMIT = 2_000_000
 """Larger models are left as they are saved: memory here grows with the square of the nodes."""
+_MAIN_DEPTH = 1
+"""Of the model's own graph: the model is around it."""
 
 
 def in_running_order(model: Any) -> bytes:
-    """``model`` (a buffer) with its graph's nodes listed so that they run in their present order.
+    """``model`` (a buffer), nodes of its graph and sub-graphs listed to run in their present order.
 
-    Unchanged if there is no such listing, or none was found. Raises TruncatedFile, CorruptFile or
-    UnsupportedFormat.
+    Unchanged where there is no such listing, or none was found. Raises TruncatedFile, CorruptFile
+    or UnsupportedFormat.
     """
     with WireReader(model) as reader:
-        parts = []
-        kept = position = 0
-        for key, child, first, stop in read_children(
-            reader, Message.MODEL, 0, len(reader.view), depth=0
-        ):
-            if child is Message.GRAPH:
-                parts += [
-                    reader.copy(kept, position),
-                    encode_field(key, _listed(reader, first, stop)),
-                ]
-                kept = stop
-            position = stop
-        parts.append(reader.copy(kept, len(reader.view)))
-        return b"".join(parts)
+        end = len(reader.view)
+        listed = _with_listed_graphs(reader, Message.MODEL, 0, end, depth=0)
+        return reader.copy(0, end) if listed is None else listed
 
 
-def _listed(reader: WireReader, start: int, end: int) -> bytes:
+def _with_listed_graphs(
+    reader: WireReader, message: Message, start: int, end: int, *, depth: int
+) -> bytes | None:
+    """The message in ``[start, end)`` with the nodes of its graphs listed anew; None: unchanged."""
+    parts: list[bytes] = []
+    kept = position = start
+    for key, child, first, stop in read_children(reader, message, start, end, depth=depth):
+        content = None
+        if child is Message.GRAPH:
+            content = _listed(reader, first, stop, depth=depth + 1)
+        elif child is Message.ATTRIBUTE:
+            content = _with_listed_graphs(reader, child, first, stop, depth=depth + 1)
+        if content is not None:
+            parts += (reader.copy(kept, position), encode_field(key, content))
+            kept = stop
+        position = stop
+    return b"".join((*parts, reader.copy(kept, end))) if parts else None
+
+
+def _listed(reader: WireReader, start: int, end: int, *, depth: int) -> bytes | None:
     """The graph in ``[start, end)`` with its nodes listed anew, before everything else."""
     nodes: list[tuple[int, int]] = []
+    changed: dict[int, bytes] = {}
     others = []
     position = start
     for key, first, stop in reader.fields(start, end):
         if key == GRAPH_NODE:
+            node = _with_listed_graphs(reader, Message.NODE, first, stop, depth=depth + 1)
+            if node is not None:
+                changed[len(nodes)] = node
             nodes.append((first, stop))
         else:
             others.append(reader.copy(position, stop))
         position = stop
-    listing = None
+    listing: Sequence[int] | None = None
     if len(nodes) <= _NODES_LIMIT:
-        listing = listing_of(_inputs(reader, nodes))
+        inputs = _inputs(reader, nodes, depth=depth + 1)
+        listing = listing_of(inputs, is_topological=depth > _MAIN_DEPTH)
     if listing is None:
-        return reader.copy(start, end)
-    listed = (encode_field(GRAPH_NODE, reader.copy(*nodes[number])) for number in listing)
-    return b"".join([*listed, *others])
+        if not changed:
+            return None
+        listing = range(len(nodes))
+    contents = (changed.get(each) or reader.copy(*nodes[each]) for each in listing)
+    return b"".join([*(encode_field(GRAPH_NODE, each) for each in contents), *others])
 
 
-def _inputs(reader: WireReader, nodes: Sequence[tuple[int, int]]) -> list[list[int]]:
+def _inputs(reader: WireReader, nodes: Sequence[tuple[int, int]], *, depth: int) -> list[list[int]]:
     """For each node the numbers of the nodes whose outputs it, or a sub-graph of it, takes."""
     taken, makers = [], {}
     for number, (first, stop) in enumerate(nodes):
-        inputs, outputs = _values_of(reader, first, stop, depth=2)
+        inputs, outputs = _values_of(reader, first, stop, depth=depth)
         taken.append(inputs)
         makers.update(dict.fromkeys(outputs, number))
     return [sorted({makers[name] for name in inputs if name in makers}) for inputs in taken]
@@ -142,14 +159,17 @@ def _taken_from_outside(reader: WireReader, start: int, end: int, *, depth: int)
 # --- the listing ----------------------------------------------------------------------------------
 
 
-def listing_of(inputs: Sequence[Sequence[int]]) -> list[int] | None:
+def listing_of(
+    inputs: Sequence[Sequence[int]], *, is_topological: bool = False
+) -> list[int] | None:
     """How to list nodes so that they run as 0, 1, 2 ...; None if no way is found.
 
     ``inputs`` are, for each node, the nodes whose outputs it takes, all of lower numbers.
+    ``is_topological``: it is to be listed after those.
     """
     if any(each and each[-1] >= number for number, each in enumerate(inputs)):
         return None
-    rules = _rules(inputs)
+    rules = _rules(inputs, is_topological=is_topological)
     listing = None if rules is None else _sorted(rules)
     if listing is None or _walk(inputs, listing) != list(range(len(inputs))):
         return None
@@ -161,10 +181,11 @@ def _ends(inputs: Sequence[Sequence[int]]) -> list[int]:
     return [number for number in range(len(inputs)) if number not in taken]
 
 
-def _rules(inputs: Sequence[Sequence[int]]) -> list[set[int]] | None:
+def _rules(inputs: Sequence[Sequence[int]], *, is_topological: bool) -> list[set[int]] | None:
     """For each node the nodes that must be listed before it; None if no walk leads to the order.
 
-    The walk goes to the lowest open node that needs all nodes before it that have not run.
+    The walk goes to the lowest open node that needs all nodes before it that have not run; to the
+    highest one, which needs the others, in a topological order.
     """
     reached: list[int] = []  # as bits: the node, and all that it needs
     for number, some in enumerate(inputs):
@@ -172,7 +193,7 @@ def _rules(inputs: Sequence[Sequence[int]]) -> list[set[int]] | None:
         for each in some:
             bits |= reached[each]
         reached.append(bits)
-    rules: list[set[int]] = [set() for _ in inputs]
+    rules: list[set[int]] = [set(some if is_topological else ()) for some in inputs]
     count = done = 0
     stack = [(-1, _ends(inputs))]
     while stack:
@@ -184,7 +205,7 @@ def _rules(inputs: Sequence[Sequence[int]]) -> list[set[int]] | None:
                 return None
             done += node >= 0
             continue
-        chosen = _next(reached, open_there, done)
+        chosen = _next(reached, sorted(open_there, reverse=is_topological), done)
         if chosen is None:
             return None
         open_there.remove(chosen)
@@ -197,7 +218,7 @@ def _rules(inputs: Sequence[Sequence[int]]) -> list[set[int]] | None:
 
 
 def _next(reached: Sequence[int], open_there: Sequence[int], done: int) -> int | None:
-    for each in sorted(open_there):
+    for each in open_there:
         wanted = (1 << (each - done + 1)) - 1
         if reached[each] >> done & wanted == wanted:
             return each
