@@ -9,7 +9,7 @@ import onnxruntime.capi.onnxruntime_pybind11_state as binding
 import pytest
 from onnx_models import sample, save
 from ort_sessions import new, outcomes
-from preparations import Preparations
+from preparations import Preparations, apply_points
 
 from trims_shim import diagnostics
 from trims_shim.patches import onnxruntime_session
@@ -34,3 +34,14 @@ def test_sessions_are_left_alone_after_it(
     new(str(path))
     assert diagnostics.stats().served == 2
     assert outcomes() == {"preparing": 1, "random_seed": 1}
+
+
+def test_it_stays_set_when_patches_are_applied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnxruntime_session, "_is_seed_set", False)
+    undo_points = apply_points()
+    try:
+        onnxruntime.set_seed(3)
+    finally:
+        undo_points()
+    apply_points()()
+    assert onnxruntime_session._is_seed_set

@@ -58,7 +58,7 @@ _GRAPH_BYTES = 16 << 20
 """What a session of a few hundred nodes allocates for itself. In addition, one weight at a time is
 packed: at most half of the prepared model, which has the weights and their packed forms."""
 _is_seed_set = False
-"""Whether the program has set a seed since the patches were applied. A random node without a seed
+"""Whether the program was seen to set a seed; no call takes it back. A random node without a seed
 of its own starts from it plus its number in the graph, and nodes of a prepared model have other
 numbers. Until somebody sets a seed, it is the time: then only two sessions of one process, one of
 them of the prepared model, can be told apart. With onnxruntime alone they draw the same numbers."""
@@ -369,9 +369,6 @@ def _probe() -> str | None:
 
 
 def _wrap_set_seed(original: Callable[..., Any]) -> Callable[..., Any]:
-    global _is_seed_set
-    _is_seed_set = False
-
     @functools.wraps(original)
     def set_seed(*args: Any, **kwargs: Any) -> Any:
         global _is_seed_set
