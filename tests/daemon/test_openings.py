@@ -476,15 +476,13 @@ class TestOpening:
         assert len(codec.encode(reply)) <= messages.HANDOVER_PACKET_LIMIT_BYTES
 
     def test_an_equal_image_that_went_meanwhile(self, front: HostFront, file: File) -> None:
-        """The load was only hashed, and there is nothing to share any more."""
-        client = front.client(OWN)
-        file.request(front, client)
+        """The load was only hashed, and there is nothing to share any more: memory was lost."""
+        file.request(front, front.client(OWN))
         front.work()
         number = file.request(front, front.client(OTHER))
         (image,) = front.host.store.images()
         front._pool.run()
-        front.tiers.close_session(client.number, 1)
-        front.openings.execute(front.host, front.host.store.evict(image.digest))
+        front.openings.execute(front.host, front.host.store.forget(image.digest))
         front.work()
         reply = replies(front)[number]
         assert (reply.error, "evicted meanwhile" in reply.message) == ("FileChanged", True)

@@ -242,6 +242,30 @@ class TestBudget:
         assert isinstance(grant, GrantLease)
         assert store.totals().resident_bytes == 90
 
+    @pytest.mark.parametrize("size", [60, 40])
+    def test_what_a_file_is_compared_with_stays(self, size: int) -> None:
+        """Found: it could go meanwhile, and the client was told that its file had changed."""
+        store = new_store()
+        load(store, opening(size=size), loaded(A, size, is_settled=False))
+        store.close_session(1, 1)
+        start = started(store.open(opening(session=2, size=size), 2))
+        assert store.relieve(1) == store.evict_all() == store.expire(3) == []
+        with pytest.raises(NoSpace, match="compared"):
+            store.evict(A)
+        *_, grant = store.ingest_done(start.ingest, loaded(A, 0, is_settled=False), 3)
+        assert isinstance(grant, GrantLease)
+        store.close_session(2, 4)
+        assert store.evict(A)[0] == DropImage(A)
+
+    def test_the_memory_of_what_a_file_is_compared_with_may_be_lost(self) -> None:
+        store = new_store()
+        load(store, opening(), loaded(A, is_settled=False))
+        start = started(store.open(opening(session=2), 2))
+        store.forget(A)
+        store.ingest_done(start.ingest, loaded(A), 3)
+        store.close_session(2, 4)
+        assert store.evict(A)[0] == DropImage(A)
+
     def test_a_hint_that_was_wrong_is_forgotten(self) -> None:
         store = new_store()
         load(store, opening(size=60), loaded(A, 60, is_settled=False))

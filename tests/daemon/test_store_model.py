@@ -67,6 +67,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.segments: dict[str, int] = {}
         self.loading: dict[int, Opening] = {}
         self.only_hashed: set[int] = set()
+        self.comparing: dict[int, str] = {}
         self.hinted: dict[Identity, str] = {}
         self.waiting: set[tuple[int, int]] = set()
         self.held: dict[int, tuple[int, str]] = {}
@@ -87,6 +88,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert key not in {(each.user, each.identity) for each in self.loading.values()}
         assert key not in self.trusted
         self.loading[action.ingest] = action.opening
+        if action.is_likely_known:
+            self.comparing[action.ingest] = self.hinted[action.opening.identity]
         if action.is_only_hashed:
             self.only_hashed.add(action.ingest)
             self.used[self.hinted[action.opening.identity]] = self.now
@@ -112,8 +115,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.answer(action.opening)
 
     def on_DropImage(self, action: DropImage) -> None:
-        assert action.digest not in self.pinned()
-        assert action.digest not in {digest for _, digest in self.held.values()}
+        assert not self.is_held(action.digest)
         older = [
             digest
             for digest in self.segments
@@ -140,7 +142,8 @@ class StoreMachine(RuleBasedStateMachine):
         return digest_of(content % 8)
 
     def is_held(self, digest: str) -> bool:
-        return digest in self.pinned() or digest in {each for _, each in self.held.values()}
+        leased = (each for _, each in self.held.values())
+        return digest in {*leased, *self.pinned(), *self.comparing.values()}
 
     def pinned(self) -> set[str]:
         return {digest for digest, _ in self.pins}
@@ -186,6 +189,7 @@ class StoreMachine(RuleBasedStateMachine):
     def finish(self, load: int, is_settled: bool, is_known: bool) -> object:
         self.now += 1
         opening = self.loading.pop(load)
+        self.comparing.pop(load, None)
         content = opening.identity.inode % 8
         self.finished_digest = digest_of(content)
         if load in self.only_hashed and self.finished_digest not in self.segments:
@@ -205,6 +209,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(load=consumes(loads))
     def fail(self, load: int) -> None:
         opening = self.loading.pop(load)
+        self.comparing.pop(load, None)
         self.execute(self.store.ingest_failed(load, ReadFailed("no")))
         if load in self.only_hashed:
             self.hinted.pop(opening.identity, None)
@@ -239,6 +244,7 @@ class StoreMachine(RuleBasedStateMachine):
         digest = digest_of(content)
         self.held = {lease: held for lease, held in self.held.items() if held[1] != digest}
         self.pins = {pin for pin in self.pins if pin[0] != digest}
+        self.comparing = {load: each for load, each in self.comparing.items() if each != digest}
         self.execute(self.store.forget(digest))
         assert digest not in self.segments
 

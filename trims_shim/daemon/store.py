@@ -16,7 +16,8 @@ Rules
    never exceeds the budget. A load that does not fit, but whose image is probably resident,
    reserves nothing: the file is only hashed, and if that fails, the hint is forgotten.
 4. A leased, pinned or held image is never evicted. Without room the request is refused, and the
-   client loads privately. A hold is the daemon's own, while it copies the image to another tier.
+   client loads privately. A hold is the daemon's own, while it copies the image to another tier,
+   or reads a file that probably equals it.
    When the machine needs memory back, images go that the policy would keep, too.
 5. A closed session leaves no lease and no waiter. A load without waiters runs to its end: somebody
    wanted the model a moment ago, and its first reader may come back.
@@ -79,7 +80,10 @@ class _Image(Candidate):
 
 @dataclass(slots=True)
 class _Ingest:
-    """A load. ``first`` is the request that began it; None for an image of another tier."""
+    """A load. ``first`` is the request that began it; None for an image of another tier.
+
+    ``hinted`` is the image that the file probably equals. It is held until the load has ended.
+    """
 
     keys: tuple[IdentityKey, ...]
     names: tuple[NameKey, ...]
@@ -87,6 +91,7 @@ class _Ingest:
     reserved_bytes: int
     first: Opening | None = None
     waiters: list[Opening] = field(default_factory=list)
+    hinted: _Image | None = None
 
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -310,7 +315,7 @@ class Store:
             why = "is pinned; unpin it first" if is_pinned else "is in use"
             raise NoSpace(f"image {digest[:12]} {why} (leases: {leases})")
         if image.holds:
-            raise NoSpace(f"image {digest[:12]} is being copied to another device; try again")
+            raise NoSpace(f"image {digest[:12]} is being copied or compared; try again")
         return self._drop(image)
 
     def forget(self, digest: Digest) -> list[Action]:
@@ -446,11 +451,12 @@ class Store:
     ) -> list[Action]:
         """Raises NoSpace."""
         needed = self._footprint_bytes(opening.image_bytes)
-        hinted = self._hints.get(opening.key[1:])
+        digest = self._hints.get(opening.key[1:])
+        hinted = None if digest is None else self._images[digest]
         is_only_hashed = hinted is not None and self._missing_bytes(needed, withheld_bytes) > 0
         actions: list[Action] = []
         if hinted is not None and is_only_hashed:
-            self._use(hinted, now_ns)
+            self._use(hinted.digest, now_ns)
             needed = 0
         else:
             actions = self._make_room(opening.name, needed, withheld_bytes)
@@ -462,6 +468,7 @@ class Store:
             needed,
             opening,
             waiters,
+            hinted,
         )
         self._begin(ingest, load)
         self._loading[opening.key] = ingest
@@ -581,10 +588,14 @@ class Store:
     def _begin(self, ingest: int, load: _Ingest) -> None:
         self._ingests[ingest] = load
         self._reserved_bytes += load.reserved_bytes
+        if load.hinted is not None:
+            load.hinted.holds += 1
 
     def _end(self, ingest: int) -> _Ingest:
         load = self._ingests.pop(ingest)
         self._reserved_bytes -= load.reserved_bytes
+        if load.hinted is not None:
+            load.hinted.holds -= 1
         for key in load.keys:
             if self._loading.get(key) == ingest:
                 del self._loading[key]
