@@ -29,6 +29,7 @@ from trims_shim.daemon import main as daemon
 from trims_shim.errors import (
     DaemonStartFailed,
     DaemonTimeout,
+    DaemonUnavailable,
     TrimsError,
     UnusableSocketDir,
 )
@@ -126,6 +127,20 @@ def test_no_process_can_be_started(endpoint: Endpoint, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "posix_spawn", refuse)
     with pytest.raises(DaemonStartFailed, match="raise `ulimit -u`"):
         spawn.start(endpoint, timeout_s=5)
+
+
+def test_whoever_waits_for_a_program_without_descriptors_tries(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: processes that had some left failed with it, and asked no daemon for seconds."""
+
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "posix_spawn", refuse)
+    with pytest.raises(DaemonUnavailable, match="Too many open files"):
+        spawn.start(endpoint, timeout_s=5)
+    assert Path(endpoint.start_lock).read_text() == ""
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,8 @@ def _spawn(executable: str, endpoint: Endpoint, deadline: float) -> None:
             try:
                 child = _launch(executable, endpoint, writer)
             except OSError as error:
+                if error.errno == errno.EMFILE:  # Who waits for the lock may have some left.
+                    raise
                 is_limit = error.errno == errno.EAGAIN  # of processes
                 next_step = "raise `ulimit -u`" if is_limit else "run `trims daemon`"
                 raise DaemonStartFailed(
