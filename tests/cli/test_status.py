@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from trims_shim.cli import status, text
+from trims_shim.cli import metrics, status, text, top
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
 from trims_shim.wire import handover, messages
 from trims_shim.wire.admin import (
+    ClientStatus,
     DeviceStatus,
     GetStatusReply,
     ImageStatus,
@@ -77,6 +78,23 @@ def test_the_images_used_last_are_shown(
     assert sum(f"{number:02}" * 6 in shown for number in range(count)) == 20
     assert shown.endswith(f"{more}\n0 clients\n")
     assert ("trims ls" in shown) == bool(more)
+
+
+def test_clients_that_the_daemon_does_not_name_are_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Found: of more than 1000, metrics and pictures said 1000."""
+    client = ClientStatus(1, 0, "1.0", 0, 0, 0)
+    memory = MemoryStatus("memfd", "", 1 << 20, 0, 0, 0)
+    reply = GetStatusReply("1.0", 3, 7, 0, 0, 0.0, "", memory, (), (client,), {}, more_clients=2)
+    monkeypatch.setattr(status, "ask", lambda: reply)
+    assert main(["status"]) == Exit.OK
+    shown = capsys.readouterr().out
+    assert "\n3 clients\n" in shown
+    assert shown.endswith("\n... 2 more\n")
+    assert "; 2 clients" in top._rates(reply._replace(now_ns=1), reply)
+    (clients,) = (each for each in metrics._families(reply) if each.name.endswith("clients"))
+    assert [sample.value for sample in clients.samples] == [3]
 
 
 def test_what_a_daemon_says_steers_no_terminal(

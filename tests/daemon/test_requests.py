@@ -209,7 +209,10 @@ def test_a_status_fits_a_reply(server: Server, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(requests, "_STATUS_NAMES_LIMIT_BYTES", 2 * (8 + 9))
     names = [each.names for each in server.status(own(server)).images]
     assert names == [("/name-300",), ("/name-200",)]
-    assert len(status.clients) == 2
+    assert (len(status.clients), status.more_clients) == (2, 2)
+    newest = server.client(OWN)
+    named = server.status(newest).clients
+    assert named[0].pid == newest.peer.pid, "who asks does not count itself"
     # What is not UTF-8 is sent as an escape, which is longer.
     assert [(each.key, each.names) for each in status.prepared] == [("a", ()), ("b", ())]
 

@@ -148,7 +148,7 @@ def _families(reply: GetStatusReply) -> Iterator[Any]:
         labels=("version", "memory"),
     )
     yield _gauge("start_time_seconds", "When it started.", {(): reply.started_ns / 1e9})
-    yield _gauge("clients", "Connected processes.", {(): len(others(reply))})
+    yield _gauge("clients", "Connected processes.", {(): len(others(reply)) + reply.more_clients})
     yield from _tiers(reply)
     yield from _devices(reply)
     yield from _models(reply)

@@ -213,9 +213,11 @@ def _show(reply: GetStatusReply) -> None:
     if reply.prepared:
         print(f"\nprepared ONNX models\n{prepared_table(reply)}")
     clients = others(reply)
-    print(f"\n{counted(len(clients), 'client')}")
+    print(f"\n{counted(len(clients) + reply.more_clients, 'client')}")
     if clients:
         print(_clients(clients, reply.now_ns))
+    if reply.more_clients:
+        print(f"... {reply.more_clients} more")
 
 
 def _images(images: Sequence[ImageStatus], now_ns: int) -> str:

@@ -173,4 +173,5 @@ def _rates(now: GetStatusReply, before: GetStatusReply | None) -> str:
         f"{(now.counters.get(key, 0) - before.counters.get(key, 0)) / seconds:.1f} {name}/s"
         for key, name in _RATES
     ]
-    return f"rate      {', '.join(rates)}; {counted(len(now.clients) - 1, 'client')}"
+    clients = counted(len(now.clients) - 1 + now.more_clients, "client")
+    return f"rate      {', '.join(rates)}; {clients}"

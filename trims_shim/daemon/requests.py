@@ -109,6 +109,7 @@ def _status(
         totals.reserved_bytes,
         host.lingering_bytes(),
     )
+    clients = _client_status(daemon, session)
     may_see_prepared = session.is_privileged
     return admin.GetStatusReply(
         package=__version__,
@@ -120,11 +121,12 @@ def _status(
         config_hash=daemon.config_hash,
         memory=memory,
         images=tuple(_images_status(daemon, session)),
-        clients=tuple(_client_status(daemon, session)[:_CLIENTS_IN_STATUS]),
+        clients=tuple(clients[:_CLIENTS_IN_STATUS]),
         counters=dict(daemon.counters),
         devices=tuple(each.status() for each in daemon.tiers.devices),
         prepared=tuple(_prepared_status(daemon)) if may_see_prepared else (),
         storage=daemon.prepared.storage() if may_see_prepared else None,
+        more_clients=len(clients[_CLIENTS_IN_STATUS:]),
     )
 
 
@@ -201,6 +203,7 @@ def _image_status(row: ImageRow, names: tuple[str, ...], tier: str) -> admin.Ima
 
 
 def _client_status(daemon: Daemon, session: Session) -> list[admin.ClientStatus]:
+    """All that a client may see, itself first."""
     return [
         admin.ClientStatus(
             each.pid or each.peer.pid,
@@ -210,7 +213,7 @@ def _client_status(daemon: Daemon, session: Session) -> list[admin.ClientStatus]
             each.requests,
             time_of_day_ns(each.connected_ns),
         )
-        for each in daemon.sessions
+        for each in (session, *(other for other in daemon.sessions if other is not session))
         if each.is_greeted and (session.is_privileged or each.peer.uid == session.peer.uid)
     ]
 

@@ -220,7 +220,8 @@ class DeviceStatus(NamedTuple):
 class GetStatusReply(NamedTuple):
     """Response for GetStatusRequest. ``images`` were used last: IMAGES_IN_REPLY at most.
 
-    ``prepared`` has PREPARED_IN_REPLY at most.
+    ``prepared`` has PREPARED_IN_REPLY at most. ``clients`` begin with who asks; there may be
+    ``more_clients`` that are not named.
     """
 
     package: str
@@ -237,6 +238,7 @@ class GetStatusReply(NamedTuple):
     devices: tuple[DeviceStatus, ...] = ()
     prepared: tuple[PreparedStatus, ...] = ()
     storage: PreparedStorage | None = None
+    more_clients: int = 0
 
 
 class ListImagesRequest(NamedTuple):
