@@ -189,11 +189,12 @@ def test_a_socket_that_vanishes_is_made_again(running: World) -> None:
     wait_until(lambda: process_state(old) in ("", "Z"), "the one that nobody finds has ended")
 
 
-def test_a_daemon_whose_control_socket_vanishes_ends(running: World) -> None:
+@pytest.mark.parametrize("name", ["control", "events"])
+def test_a_daemon_of_which_another_socket_vanishes_ends(running: World, name: str) -> None:
     """Found: clients still connected to it, and each one waited for an answer in vain."""
     old = running.pid()
-    (control,) = (each for each in os.listdir(running.sockets) if each.startswith("control-"))
-    os.unlink(os.path.join(running.sockets, control))
+    (socket,) = (each for each in os.listdir(running.sockets) if each.startswith(f"{name}-"))
+    os.unlink(os.path.join(running.sockets, socket))
     wait_until(lambda: process_state(old) in ("", "Z"), "the one that nobody reaches has ended")
     path = running.file(1)
     assert running.run(f"open_file({path!r})\nsay(cache().welcome().pid)\n") != old

@@ -249,8 +249,8 @@ def _serve(server: Server, lock: int, report: _Report) -> int:
         is_ignored = signal.getsignal(number) is signal.SIG_IGN
         if not (number == signal.SIGHUP and is_ignored):  # as by nohup
             signal.signal(number, lambda *_: server.stop())
-    control = endpoint.control(server.instance)
-    server.is_reachable = lambda: _inode(endpoint.handover) == ours and _inode(control) != 0
+    others = endpoint.control(server.instance), endpoint.events(server.instance)
+    server.is_reachable = lambda: _inode(endpoint.handover) == ours and all(map(_inode, others))
     _logger.info(
         "daemon %d serves %s from %s",
         os.getpid(),
@@ -262,7 +262,7 @@ def _serve(server: Server, lock: int, report: _Report) -> int:
         server.run()
     finally:
         server.stop()
-        for path in (endpoint.control(server.instance), endpoint.events(server.instance)):
+        for path in others:
             with contextlib.suppress(OSError):
                 os.unlink(path)
     return 0
