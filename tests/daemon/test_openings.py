@@ -278,12 +278,33 @@ class TestOpening:
     def test_who_waits_for_the_load_of_another_holds_no_file_open(
         self, front: HostFront, file: File
     ) -> None:
-        """A hundred processes that load the same model wait with one descriptor."""
-        for _ in range(3):
+        """A hundred processes that load the same model wait with two descriptors."""
+        for _ in range(4):
             file.request(front, front.client(OWN))
         opened = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
-        assert opened.count(str(file.path)) == 1
+        assert opened.count(str(file.path)) == 2
         front.work()
+
+    @pytest.mark.parametrize("is_withdrawn", [False, True])
+    def test_who_came_while_a_young_file_was_read(
+        self, front: HostFront, file: File, is_withdrawn: bool
+    ) -> None:
+        """It is read once more for all of them, unless the file is closed that was kept for it."""
+        front.host.loader._trusts_young_files = False
+        clients = [front.client(OWN) for _ in range(3)]
+        first, second, third = (file.request(front, each) for each in clients)
+        if is_withdrawn:
+            front.openings.withdraw(clients[1], second)
+        front.work()
+        assert replies(front)[first].outcome == "miss"
+        for meter in front.host.loader.meters().values():
+            assert meter.done_bytes == len(file.content), "it goes on counting"
+        assert (third in replies(front)) == is_withdrawn
+        front.work()
+        last = replies(front)[third]
+        assert getattr(last, "error", "") == ("FileChanged" if is_withdrawn else "")
+        if not is_withdrawn:
+            assert (replies(front)[second].outcome, last.outcome) == ("miss", "joined")
 
     def test_a_load_that_is_withdrawn_goes_on_for_nobody(
         self, front: HostFront, file: File

@@ -242,6 +242,23 @@ class TestBudget:
         assert isinstance(grant, GrantLease)
         assert store.totals().resident_bytes == 90
 
+    def test_a_file_may_change_after_it_was_read_for_another(self) -> None:
+        """Found: who came then got it as it was before, where times are too coarse to tell."""
+        store = new_store()
+        first = started(store.open(opening(size=60), 1))
+        late = [opening(session=number, size=60) for number in (2, 3)]
+        assert [store.open(each, 2) for each in late] == [[], []]
+        assert [store.needs_file(each) for each in late] == [True, False]
+        *_, grant, again = store.ingest_done(first.ingest, loaded(A, 60, is_settled=False), 3)
+        assert isinstance(grant, GrantLease)
+        assert grant.opening == opening(size=60)
+        assert again == StartIngest(again.ingest, late[0], True, is_only_hashed=True)
+        store.close_session(1, 3)
+        assert store.relieve(1) == [], "it is held"
+        _, *grants = store.ingest_done(again.ingest, loaded(A, 0, is_settled=False), 4)
+        assert [each.opening for each in grants] == late
+        assert store.ingest_count() == 0
+
     @pytest.mark.parametrize("size", [60, 40])
     def test_what_a_file_is_compared_with_stays(self, size: int) -> None:
         """Found: it could go meanwhile, and the client was told that its file had changed."""

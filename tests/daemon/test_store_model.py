@@ -15,6 +15,7 @@ from hypothesis.stateful import (
     initialize,
     invariant,
     multiple,
+    precondition,
     rule,
 )
 
@@ -68,6 +69,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.loading: dict[int, Opening] = {}
         self.only_hashed: set[int] = set()
         self.comparing: dict[int, str] = {}
+        self.again: list[int] = []
+        """Loads for those who came while another, which is not trusted, was under way."""
         self.hinted: dict[Identity, str] = {}
         self.waiting: set[tuple[int, int]] = set()
         self.held: dict[int, tuple[int, str]] = {}
@@ -187,6 +190,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(target=leases, load=consumes(loads), is_settled=st.booleans(), is_known=st.booleans())
     def finish(self, load: int, is_settled: bool, is_known: bool) -> object:
+        return self.end(load, is_settled, is_known)
+
+    @precondition(lambda self: self.again)
+    @rule(target=leases, is_settled=st.booleans())
+    def finish_again(self, is_settled: bool) -> object:
+        return self.end(self.again.pop(), is_settled, is_known=True)
+
+    def end(self, load: int, is_settled: bool, is_known: bool) -> object:
         self.now += 1
         opening = self.loading.pop(load)
         self.comparing.pop(load, None)
@@ -200,8 +211,12 @@ class StoreMachine(RuleBasedStateMachine):
         size = 0 if is_known and self.finished_digest in self.segments else self.finished_size
         before = set(self.held)
         result = Ingested(self.finished_digest, size, is_settled, 1)
-        self.execute(self.store.ingest_done(load, result, self.now))
+        actions = self.store.ingest_done(load, result, self.now)
         self.hinted[opening.identity] = self.finished_digest
+        before_loads = set(self.loading)
+        self.execute(actions)
+        self.again += set(self.loading) - before_loads
+        assert not (is_settled and set(self.loading) - before_loads)
         if is_settled:
             self.trusted[opening.key] = self.finished_digest
         return multiple(*(set(self.held) - before))

@@ -76,6 +76,7 @@ class Finished(Generic[_Segment]):
     result: Ingested | None
     segment: _Segment | None
     error: TrimsError | None
+    meter: Meter | None = None
 
 
 class Hashing(NamedTuple):
@@ -160,9 +161,19 @@ class Loads(abc.ABC, Generic[_Segment]):
         self._pending: dict[int, _Segment] = {}
         self._segments: dict[Digest, _Segment] = {}
 
-    def start(self, action: StartIngest, descriptor: int, *, digest: Digest = "") -> None:
-        """Begin a load; owns ``descriptor`` from here on. ``digest``: see :class:`Load`."""
-        self._begin(Load(action, descriptor, digest, Meter()))
+    def start(
+        self,
+        action: StartIngest,
+        descriptor: int,
+        *,
+        digest: Digest = "",
+        meter: Meter | None = None,
+    ) -> None:
+        """Begin a load; owns ``descriptor`` from here on. ``digest``: see :class:`Load`.
+
+        ``meter``: that of the load for which its requests have waited, and goes on counting.
+        """
+        self._begin(Load(action, descriptor, digest, meter or Meter()))
 
     def deliver(self, finished: Finished[_Segment]) -> None:
         """A load that was done elsewhere has ended. Any thread may call this."""
@@ -315,7 +326,7 @@ class Loads(abc.ABC, Generic[_Segment]):
         finally:
             close_all([load.descriptor])  # closing a file may report an error of its server
             load.at_s = math.inf
-        self.deliver(Finished(load.action.ingest, result, segment, error))
+        self.deliver(Finished(load.action.ingest, result, segment, error, load.meter))
 
     @abc.abstractmethod
     def _load(self, load: Load) -> tuple[Ingested, _Segment | None]:

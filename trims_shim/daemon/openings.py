@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from trims_shim.daemon import clock, descriptors
 from trims_shim.daemon.device.peer_copying import PeerImage
 from trims_shim.daemon.front import INTERNAL_ERROR, Front, Request
+from trims_shim.daemon.ingest import Meter
 from trims_shim.daemon.loader import Finished
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.recent import Recent
@@ -182,12 +183,15 @@ class Openings:
         *,
         offer: Offer | None = None,
         may_demote: bool = True,
+        meter: Meter | None = None,
     ) -> None:
-        """Execute what a tier's store decided, in order; a load that starts takes ``offer``."""
+        """Execute what a tier's store decided, in order; a load that starts takes ``offer``.
+
+        Without one it takes that of its request, which has waited for the load of ``meter``.
+        """
         for action in actions:
             if isinstance(action, StartIngest):
-                assert offer is not None
-                self._start(tier, action, offer)
+                self._start_or_refuse(tier, action, offer, meter)
             elif isinstance(action, AdoptSegment):
                 tier.loader.adopt(action.ingest, action.digest)
             elif isinstance(action, DiscardSegment):
@@ -207,7 +211,7 @@ class Openings:
         for tier in self._tiers:
             for finished in tier.loader.take_finished():
                 self._end_copy(tier, finished.ingest)
-                self.execute(tier, _after(tier, finished))
+                self.execute(tier, _after(tier, finished), meter=finished.meter)
             for finish_job in tier.loader.take_jobs():
                 finish_job()
         for device in self._tiers.devices:
@@ -310,7 +314,8 @@ class Openings:
         except Exception as error:
             self._refuse(opening, error)
         finally:
-            waiting.offer.close()
+            if isinstance(tier, TrimsError) or not tier.store.needs_file(opening):
+                waiting.offer.close()
 
     def _has_descriptors(self, tier: Tier) -> bool:
         """Whether one more image may hold descriptors: half of all are for clients.
@@ -334,14 +339,28 @@ class Openings:
         reserved = self._front.sessions.missing_controls() + min(_FOR_NEWCOMERS, limit // 8)
         return self._tiers.descriptor_count() >= limit // 2 or descriptors.are_scarce(reserved)
 
-    def _start(self, tier: Tier, action: StartIngest, offer: Offer) -> None:
+    def _start_or_refuse(
+        self, tier: Tier, action: StartIngest, offer: Offer | None, meter: Meter | None
+    ) -> None:
+        opening = action.opening
+        waiting = self._waiting.get(opening.session, opening.request)
+        if offer is None and waiting is not None and waiting.offer.descriptor >= 0:
+            offer = waiting.offer
+        if offer is not None:
+            self._start(tier, action, offer, meter)
+            return
+        # The client that kept its file open has given up; others wait.
+        error = FileChanged(f"{opening.name} may have changed while it was read; load it again")
+        self.execute(tier, tier.store.ingest_failed(action.ingest, error))
+
+    def _start(self, tier: Tier, action: StartIngest, offer: Offer, meter: Meter | None) -> None:
         """Begin a load; on a device it takes the image from another tier if it can."""
         digest = None
         if isinstance(tier, DeviceTier) and not action.is_only_hashed:
             opening = action.opening
             digest = self._tiers.trusted_digest(opening.user, opening.identity)
         if digest is None or not isinstance(tier, DeviceTier):
-            tier.loader.start(action, offer.take())
+            tier.loader.start(action, offer.take(), meter=meter)
             return
         is_promoted = self._promote(digest, offer)
         if is_promoted:

@@ -9,8 +9,10 @@ Rules
    only when *settled*: a file whose change time was too close to the moment of reading is read
    again next time. An untrusted identity is a hint that hashing alone may be enough. One file may
    have several images: the bytes themselves, and the bytes behind a few zeros (``lead_bytes``).
-2. One load per user and identity; further requests wait for it (single flight). Two loads that end
-   with one digest share one image; the second segment is discarded.
+2. One load per user and identity; further requests wait for it (single flight). If the identity is
+   then not trusted, the file may have changed before they came and after it was read: it is hashed
+   once more for them. Two loads that end with one digest share one image; the second segment is
+   discarded.
 3. Bytes are reserved before a load starts and become resident bytes when it ends. Reserved plus
    resident plus withheld (evicted but still mapped somewhere, or not to be had on the machine)
    never exceeds the budget. A load that does not fit, but whose image is probably resident,
@@ -83,6 +85,7 @@ class _Ingest:
     """A load. ``first`` is the request that began it; None for an image of another tier.
 
     ``hinted`` is the image that the file probably equals. It is held until the load has ended.
+    ``late`` came after it had begun.
     """
 
     keys: tuple[IdentityKey, ...]
@@ -92,6 +95,10 @@ class _Ingest:
     first: Opening | None = None
     waiters: list[Opening] = field(default_factory=list)
     hinted: _Image | None = None
+    late: list[Opening] = field(default_factory=list)
+
+    def requests(self) -> list[Opening]:
+        return self.waiters + self.late
 
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -191,7 +198,7 @@ class Store:
             return [self._grant(opening, digest, "hit", now_ns, is_settled=True)]
         ingest = self._loading.get(opening.key)
         if ingest is not None:
-            self._ingests[ingest].waiters.append(opening)
+            self._ingests[ingest].late.append(opening)
             return []
         try:
             return self._start(opening, [opening], now_ns, withheld_bytes)
@@ -244,7 +251,7 @@ class Store:
             )
             self._images[result.digest] = image
             self._resident_bytes += image.resident_bytes
-            if not load.waiters:
+            if not load.requests():
                 self._policy.used(image)
             actions.append(AdoptSegment(ingest, result.digest))
             actions.append(Announce("loaded", image.digest, image.size_bytes))
@@ -253,11 +260,14 @@ class Store:
         self._remember(load.keys, result)
         for name in load.names:
             self._name(image, name)
-        for opening in load.waiters:
+        for opening in load.requests() if result.is_settled else load.waiters:
             outcome = "miss" if opening is load.first else "joined"
             actions.append(
                 self._grant(opening, image.digest, outcome, now_ns, is_settled=result.is_settled)
             )
+        if load.late and not result.is_settled:
+            # As if there were no room: it needs none.
+            actions += self._start(load.late[0], load.late, now_ns, self._budget_bytes)
         return actions
 
     def ingest_failed(self, ingest: int, error: TrimsError) -> list[Action]:
@@ -266,7 +276,7 @@ class Store:
         if not load.reserved_bytes:  # It was only hashed.
             for key in load.keys:
                 self._hints.remove(key[1:])
-        return [RefuseRequest(opening, error) for opening in load.waiters]
+        return [RefuseRequest(opening, error) for opening in load.requests()]
 
     def release(self, session: int, lease: int, now_ns: int) -> bool:
         """The client gave a lease up; False when it does not hold it."""
@@ -282,6 +292,7 @@ class Store:
             self._use(digest, now_ns)
         for load in self._ingests.values():
             load.waiters = [each for each in load.waiters if each.session != session]
+            load.late = [each for each in load.late if each.session != session]
 
     def pin(self, digest: Digest, user: int) -> list[Action]:
         """Keep an image until this user unpins it. Raises UnknownImage."""
@@ -380,6 +391,11 @@ class Store:
         """Whether :meth:`open` would need no room: the image is there, or being loaded."""
         return self._identities.get(opening.key) is not None or opening.key in self._loading
 
+    def needs_file(self, opening: Opening) -> bool:
+        """Whether a load may begin with this request's file later; one of those that wait."""
+        load = self._ingests.get(self._loading.get(opening.key, 0))
+        return load is not None and load.late[:1] == [opening]
+
     def trusted_digest(
         self, user: int, identity: Identity, *, lead_bytes: int = 0
     ) -> Digest | None:
@@ -442,7 +458,7 @@ class Store:
 
     def waiters(self, ingest: int) -> list[Opening]:
         """The requests that wait for a load."""
-        return list(self._ingests[ingest].waiters) if ingest in self._ingests else []
+        return self._ingests[ingest].requests() if ingest in self._ingests else []
 
     # --- inside -----------------------------------------------------------------------------------
 

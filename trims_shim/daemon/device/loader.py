@@ -209,10 +209,11 @@ class DeviceLoader(Loads[DeviceSegment]):
         descriptor: int,
         *,
         digest: Digest = "",
+        meter: Meter | None = None,
         source: PeerImage | None = None,
     ) -> None:
         """See :meth:`Loads.start`. ``source`` is tried first, and owned from here on."""
-        load = _DeviceLoad(action, descriptor, digest, Meter())
+        load = _DeviceLoad(action, descriptor, digest, meter or Meter())
         load.source, load.leaver = source, self._account.last_leaver()
         self._begin(load)
 
