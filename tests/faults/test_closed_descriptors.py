@@ -3,6 +3,8 @@ what it opens next is neither mapped, nor written to, nor closed; loads go on wo
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 from harness import World
 
@@ -60,6 +62,21 @@ def test_a_socket_of_the_program_is_not_taken_for_ours(running: World) -> None:
         timeout_s=30,
     )
     assert said == [True, True]
+
+
+def test_what_is_written_to_closed_streams_does_not_go_to_the_daemon(running: World) -> None:
+    one = running.file(1)
+    said = running.run(
+        CLOSING + "os.dup2(1, 100); say = lambda it: os.write(100, json.dumps(it).encode())\n"
+        "os.closerange(0, 3)\n"
+        f"arena = open_file({one!r})\n"
+        "def kind(number):\n"
+        "    try: return os.write(number, b'lost')\n"
+        "    except OSError as failure: return failure.errno\n"
+        f"say([[kind(number) for number in range(3)], is_right(arena, {one!r})])\n",
+    )
+    assert said == [[errno.EBADF] * 3, True]
+    running.assert_account()
 
 
 def test_a_program_that_holds_many_files_keeps_most_of_its_descriptors(running: World) -> None:
