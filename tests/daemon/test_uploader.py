@@ -620,6 +620,34 @@ def test_one_whose_driver_failed_gets_no_more_jobs(
         assert process.is_dead
 
 
+def test_one_that_the_driver_fails_each_time_is_not_started_for_a_while(
+    make: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: each load started a process and waited for it, 0.2 s, before it fell back."""
+    harness, now_s = make(), [1000.0]
+    uploader = harness.uploader
+    boot = "import socket, sys; socket.socket(fileno=int(sys.argv[2])).recv(1)"
+    monkeypatch.setattr(uploading, "_BOOT", boot)
+    monkeypatch.setattr(uploading, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    def fail() -> None:
+        failed = duties.UploadFailed(0, "DriverFailure", "no context")
+        with pytest.raises(DriverFailure, match=r"^no context"), uploader.job() as job:
+            raise job._failure(failed)
+
+    fail()
+    for pause_s in (1, 2, 4, 8, 16, 32, 60, 60):
+        fail()
+        for _ in range(2):
+            with pytest.raises(DriverFailure, match=r"in a row.*no context"), uploader.job():
+                pass
+            now_s[0] += pause_s / 2
+    with uploader.job():
+        pass  # A success: what fails now fails for the first time.
+    fail()
+    fail()
+
+
 def test_a_job_under_way_outlives_the_failure_of_another(
     make: Callable[..., Harness], source: int
 ) -> None:

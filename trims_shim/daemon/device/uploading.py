@@ -3,7 +3,9 @@
 Owns the process, its socket and the table of jobs under way; knows nothing of images. A process is
 started on first need, or ahead of it. One that has been idle after work is replaced at once, a dead
 one on the next need. A death fails the jobs, each with a clear error, and loses memory that was
-kept (``ipc``).
+kept (``ipc``). If the driver fails one process after the other, none is started for a while, and
+jobs fail at once: a load would wait for each to start. Deaths do not count: anybody's file may
+cause them.
 
 Jobs are methods that block, for worker threads. Anybody's file may kill the process while it is
 parsed, so only one job at a time parses. It is to blame if the process dies then, and the others
@@ -17,6 +19,7 @@ import collections
 import contextlib
 import json
 import logging
+import math
 import os
 import queue
 import socket
@@ -46,6 +49,9 @@ _PARSING_PATIENCE_S = 2.0
 """Far longer than parsing takes, unless the file's server does not answer."""
 _SEND_TIMEOUT_S = 10
 _END_PATIENCE_S = 5.0
+_FIRST_PAUSE_S = 1.0
+_PAUSE_LIMIT_S = 60.0
+"""A driver that has come back is used after a minute at the latest."""
 _BOOT = (
     "import json, sys; "
     "sys.path[:] = json.loads(sys.argv[1]); "
@@ -86,6 +92,9 @@ class Uploader:
         self._process: _Process | None = None
         self._next_job = 1
         self._is_closed = False
+        self._next_pause_s = 0.0  # After a single failure there is none.
+        self._paused_until_s = -math.inf
+        self._failure = ""
 
     def start(self) -> None:
         """Start a process ahead of the first job, if that is possible."""
@@ -103,6 +112,7 @@ class Uploader:
         job = Job(number, process, parsing=self._parsing, stall_timeout_s=self._stall_timeout_s)
         try:
             yield job
+            self._next_pause_s = 0.0
         finally:
             job.end()
             with self._lock:
@@ -110,6 +120,7 @@ class Uploader:
                 process.idle_since_s = time.monotonic()
                 if process.is_condemned and not process.inboxes:
                     process.end()
+                    self._pause(process.failure)
 
     def free(self, job: int) -> None:
         """Free the memory that a job made; its process may be gone, and the memory with it.
@@ -191,6 +202,11 @@ class Uploader:
                     f"the uploader of {self.device} cannot be started: another trims_shim was "
                     "installed under the daemon; run `trims stop`, or restart its service"
                 )
+            if time.monotonic() < self._paused_until_s:
+                raise DriverFailure(
+                    f"the driver failed several uploaders of {self.device} in a row, so none is "
+                    f"started for up to {_PAUSE_LIMIT_S:g} s: {self._failure}"
+                )
             try:
                 process = self._process = _Process(
                     self.device, self._visible, self.backend, self._on_death
@@ -200,6 +216,12 @@ class Uploader:
                     f"the uploader of {self.device} cannot be started: {error}; see `trims info`"
                 ) from error
         return process
+
+    def _pause(self, failure: str) -> None:
+        """Start no process for a while, as the driver has failed one; longer from time to time."""
+        self._failure = failure
+        self._paused_until_s = time.monotonic() + self._next_pause_s
+        self._next_pause_s = min(_PAUSE_LIMIT_S, max(_FIRST_PAUSE_S, 2 * self._next_pause_s))
 
 
 class Job:
@@ -337,7 +359,7 @@ class Job:
     def _failure(self, message: duties.UploadFailed) -> TrimsError:
         error = error_from(messages.ErrorReply(message.error, message.message))
         if isinstance(error, DriverFailure):
-            self._process.condemn(self.number)
+            self._process.condemn(self.number, str(error))
         return error
 
 
@@ -363,6 +385,7 @@ class _Process:
         self.has_worked = False
         self.is_dead = False
         self.is_condemned = False
+        self.failure = ""
         self._is_ended = False
         self._on_death = on_death
         self._sending = threading.Lock()
@@ -390,14 +413,14 @@ class _Process:
                 self.memory.add(job)
             return not self.is_condemned
 
-    def condemn(self, job: int) -> None:
+    def condemn(self, job: int, failure: str) -> None:
         """Let it take no other jobs: one has failed, and may have broken its context for good.
 
         Not if it keeps memory of other images, which has to stay there all the same.
         """
         with self._deciding:
             if self.memory <= {job}:
-                self.is_condemned = True
+                self.is_condemned, self.failure = True, failure
 
     def send(self, message: Any, descriptor: int | None) -> None:
         """Send a packet; waits a little for a process that does not read. Raises OSError."""
