@@ -288,10 +288,13 @@ def test_the_end_does_not_wait_for_an_uploader_that_hangs_as_it_starts(
     harness.loader.discard(harness.load().ingest)
     harness.loader.uploader._idle_s = 0.0
     monkeypatch.setattr(uploading, "_launch", hang)
-    for module in (loader, uploading):
-        monkeypatch.setattr(module, "_END_PATIENCE_S", 0.1)
+    monkeypatch.setattr(loader, "_END_PATIENCE_S", 0.1)
+    monkeypatch.setattr(uploading, "_START_PATIENCE_S", 0.1)
     harness.loader.tend()
     assert is_starting.wait(PATIENCE_S)
+    wait_until(lambda: harness.loader.uploader._starting is not None, "it is being started")
+    starting = harness.loader.uploader._starting
+    assert starting is not None
     ending = threading.Thread(target=harness.loader.close)
     ending.start()
     ending.join(PATIENCE_S / 4)
@@ -299,6 +302,7 @@ def test_the_end_does_not_wait_for_an_uploader_that_hangs_as_it_starts(
     may_start.set()
     ending.join()
     harness.loader._aside.shutdown()
+    wait_until(starting.done, "nothing of it is left")
     assert has_ended
 
 

@@ -680,6 +680,53 @@ def test_it_cannot_be_started(
         harness.upload(source)
 
 
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, list[Any]]]:
+    """A disk that does not answer until the event is set, and what has been started then."""
+    may_start, started, launch = threading.Event(), [], uploading._launch
+
+    def hang(*arguments: Any) -> subprocess.Popen[bytes]:
+        may_start.wait(PATIENCE_S)
+        started.append(launch(*arguments))
+        return started[-1]
+
+    monkeypatch.setattr(uploading, "_launch", hang)
+    monkeypatch.setattr(uploading, "_START_PATIENCE_S", 0.05)
+    yield may_start, started
+    may_start.set()
+
+
+def test_one_that_hangs_as_it_is_started_is_not_waited_for(
+    make: Callable[..., Harness], source: int, hanging: tuple[threading.Event, list[Any]]
+) -> None:
+    """Found: all loads waited for the first, each until its client lost patience."""
+    harness = make()
+    may_start, started = hanging
+    for _ in range(2):
+        with pytest.raises(DriverFailure, match="did not start"):
+            harness.upload(source)
+    starting = harness.uploader._starting
+    assert starting is not None
+    may_start.set()
+    wait_until(starting.done, "it has started")
+    memory, outline, digest = harness.upload(source)
+    assert digest == blake3(CONTENT).hexdigest()
+    assert len(started) == 1
+    os.close(outline)
+    memory.close()
+
+
+def test_one_that_starts_after_all_has_been_closed_ends(
+    make: Callable[..., Harness], hanging: tuple[threading.Event, list[Any]]
+) -> None:
+    harness = make()
+    may_start, started = hanging
+    harness.uploader.start()
+    harness.uploader.close()
+    may_start.set()
+    wait_until(lambda: started and started[0].poll() is not None, "it ends")
+
+
 @pytest.mark.parametrize(
     ("path", "name"), [("wire/messages.py", "PROTOCOL_VERSION"), ("_version.py", "__version__")]
 )

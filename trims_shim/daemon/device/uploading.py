@@ -29,6 +29,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from trims_shim._version import __version__
@@ -49,6 +50,8 @@ _PARSING_PATIENCE_S = 2.0
 """Far longer than parsing takes, unless the file's server does not answer."""
 _SEND_TIMEOUT_S = 10
 _END_PATIENCE_S = 5.0
+_START_PATIENCE_S = 5.0
+"""Far longer than the system takes to start a program, unless it does not get at its file."""
 _FIRST_PAUSE_S = 1.0
 _PAUSE_LIMIT_S = 60.0
 """A driver that has come back is used after a minute at the latest."""
@@ -90,6 +93,8 @@ class Uploader:
         self._lock = threading.Lock()
         self._parsing = threading.Lock()
         self._process: _Process | None = None
+        self._starting: Future[_Process] | None = None
+        self._patient_until_s = 0.0
         self._next_job = 1
         self._is_closed = False
         self._next_pause_s = 0.0  # After a single failure there is none.
@@ -125,7 +130,7 @@ class Uploader:
     def free(self, job: int) -> None:
         """Free the memory that a job made; its process may be gone, and the memory with it.
 
-        Never waits for the lock: whoever has it may start a process, which may hang.
+        Never waits for the lock: whoever has it may wait for a process to start.
         """
         process = self._process
         if process is not None and job in process.memory:
@@ -178,15 +183,14 @@ class Uploader:
     def close(self) -> None:
         """End the process, jobs and memory included; returns when it is gone.
 
-        One that hangs as it is started is not waited for: it ends with this process.
+        One that hangs as it is started is not waited for: it ends with this process, or then.
         """
         self._is_closed = True
-        if not self._lock.acquire(timeout=_END_PATIENCE_S):
-            return
-        try:
+        with self._lock:
             process, self._process = self._process, None
-        finally:
-            self._lock.release()
+            starting, self._starting = self._starting, None
+        if starting is not None:
+            starting.add_done_callback(_end_started)
         if process is not None:
             process.end()
             process.join()
@@ -196,26 +200,42 @@ class Uploader:
             raise DriverFailure("the daemon is stopping; load again")
         process = self._process
         if process is None or process.is_dead or process.is_condemned:
-            if not _is_its_version():
-                # What it puts on the device, and how, may not be what our clients expect.
-                raise DriverFailure(
-                    f"the uploader of {self.device} cannot be started: another trims_shim was "
-                    "installed under the daemon; run `trims stop`, or restart its service"
-                )
             if time.monotonic() < self._paused_until_s:
                 raise DriverFailure(
                     f"the driver failed several uploaders of {self.device} in a row, so none is "
                     f"started for up to {_PAUSE_LIMIT_S:g} s: {self._failure}"
                 )
-            try:
-                process = self._process = _Process(
-                    self.device, self._visible, self.backend, self._on_death
-                )
-            except (OSError, RuntimeError) as error:
-                raise DriverFailure(
-                    f"the uploader of {self.device} cannot be started: {error}; see `trims info`"
-                ) from error
+            process = self._process = self._started()
         return process
+
+    def _started(self) -> _Process:
+        """A new process; a start that hangs, with the disk of the interpreter, holds up no job."""
+        try:
+            if self._starting is None:
+                self._starting = _in_thread(self._new)
+                self._patient_until_s = time.monotonic() + _START_PATIENCE_S
+            starting = self._starting
+            wait([starting], timeout=max(0.0, self._patient_until_s - time.monotonic()))
+            if not starting.done():
+                raise DriverFailure(
+                    f"the uploader of {self.device} did not start within {_START_PATIENCE_S:g} s; "
+                    "it is used once it has"
+                )
+            self._starting = None
+            return starting.result()
+        except (OSError, RuntimeError) as error:
+            raise DriverFailure(
+                f"the uploader of {self.device} cannot be started: {error}; see `trims info`"
+            ) from error
+
+    def _new(self) -> _Process:
+        if not _is_its_version():
+            # What it puts on the device, and how, may not be what our clients expect.
+            raise DriverFailure(
+                f"the uploader of {self.device} cannot be started: another trims_shim was "
+                "installed under the daemon; run `trims stop`, or restart its service"
+            )
+        return _Process(self.device, self._visible, self.backend, self._on_death)
 
     def _pause(self, failure: str) -> None:
         """Start no process for a while, as the driver has failed one; longer from time to time."""
@@ -497,6 +517,25 @@ class _Process:
             self.kill()
             status = self._child.wait()
         return f"signal {-status}" if status < 0 else f"status {status}"
+
+
+def _in_thread(work: Callable[[], _Process]) -> Future[_Process]:
+    """Do something that may never end. Raises RuntimeError (no thread)."""
+    future: Future[_Process] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def _end_started(starting: Future[_Process]) -> None:
+    if starting.exception() is None:
+        starting.result().end()
 
 
 def _is_its_version() -> bool:
