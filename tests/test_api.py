@@ -378,6 +378,13 @@ class TestDeviceHandle:
         assert digest in grantor.images
         wait_until(lambda: not grantor.leases, "the lease released")
 
+    def test_warm_what_this_process_holds(self, grantor: Grantor, tensors: str) -> None:
+        with trims_shim.open(tensors, device="cuda") as handle:
+            before = trims_shim.stats().events.get("open:local", 0)
+            assert trims_shim.warm(tensors, device="cuda") == handle.digest
+            assert trims_shim.stats().events.get("open:local", 0) == before
+        wait_until(lambda: not grantor.leases, "the leases released")
+
     @pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), None])
     def test_the_host(self, daemon: FakeDaemon, tensors: str, device: Any) -> None:
         with trims_shim.open(tensors, device=device) as handle:
@@ -424,6 +431,18 @@ def test_warm(daemon: FakeDaemon, tensors: str) -> None:
     assert daemon.images[0].is_pinned
     with pytest.raises(FileNotFoundError):
         trims_shim.warm("/no/such/file")
+
+
+def test_warm_what_this_process_holds_of_another_daemon(daemon: FakeDaemon, tensors: str) -> None:
+    with trims_shim.open(tensors) as handle:
+        daemon.go_away()
+        daemon.come_back()
+        assert trims_shim.warm(tensors) == handle.digest
+        assert len(daemon.images) == 1
+        daemon.go_away()
+        daemon.come_back()
+        assert trims_shim.warm(tensors, pin=True) == handle.digest
+        assert daemon.images[0].is_pinned
 
 
 class TestSwitch:

@@ -142,7 +142,7 @@ def warm(
     if name.endswith(_ONNX_SUFFIX):
         with _naming_fetch(name):
             return _warm_onnx(name, is_plain=not pin and device is None, waiting=waiting)
-    with open(path, device=device) as handle:
+    with _open(name, device, "shared", may_be_held=False) as handle:
         if pin:
             cache().request(PinImageRequest(handle.digest, is_pinned=True))
         return handle.digest
@@ -223,16 +223,25 @@ def open(
     _check_platform()
     if access not in ("shared", "private"):
         raise ValueError(f"access is 'shared' or 'private', not {access!r}")
+    return _open(os.fsdecode(path), device, access, may_be_held=True)
+
+
+def _open(
+    name: str, device: str | int | _TorchDevice | None, access: _Access, *, may_be_held: bool
+) -> Handle | DeviceHandle:
+    """``may_be_held``: see :meth:`Cache.open`."""
     target = None if device is None else _device_id(device)
-    name = os.fsdecode(path)
     with _naming_fetch(name):
         # O_NONBLOCK: a pipe is refused, not waited for.
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         full_name = os.path.abspath(name)
         if target is None:
-            return Handle(cache().open(descriptor, name=full_name, min_bytes=1), name)
-        arena = cache().open_device(descriptor, name=full_name, device=target, min_bytes=1)
+            host = cache().open(descriptor, name=full_name, min_bytes=1, may_be_held=may_be_held)
+            return Handle(host, name)
+        arena = cache().open_device(
+            descriptor, name=full_name, device=target, min_bytes=1, may_be_held=may_be_held
+        )
         return DeviceHandle(arena, name, is_private=access == "private")
     finally:
         os.close(descriptor)

@@ -65,14 +65,17 @@ class Cache:
 
     # --- opening ----------------------------------------------------------------------------------
 
-    def open(self, descriptor: int, *, name: str, min_bytes: int | None = None) -> Arena:
+    def open(
+        self, descriptor: int, *, name: str, min_bytes: int | None = None, may_be_held: bool = True
+    ) -> Arena:
         """Return a fresh private mapping of an open file's image; blocks while it is loaded.
 
-        The descriptor stays the caller's. Raises NotServed where the cache gains nothing, any
-        other TrimsError when it cannot help.
+        ``may_be_held``: one that this process holds will do. The daemon that it is of may have
+        ended. The descriptor stays the caller's. Raises NotServed where the cache gains nothing,
+        any other TrimsError when it cannot help.
         """
         identity = self._check(descriptor, name, min_bytes)
-        image = self._local(identity, name)
+        image = self._local(identity, name) if may_be_held else None
         arena = self._lease(descriptor, identity, name) if image is None else image.map()
         diagnostics.count("bytes_shared", amount=arena.size_bytes)
         return arena
@@ -116,11 +119,18 @@ class Cache:
         return made
 
     def open_device(
-        self, descriptor: int, *, name: str, device: DeviceId, min_bytes: int | None = None
+        self,
+        descriptor: int,
+        *,
+        name: str,
+        device: DeviceId,
+        min_bytes: int | None = None,
+        may_be_held: bool = True,
     ) -> DeviceArena:
         """Return the image of an open file in device memory; blocks while it is loaded.
 
-        All loads of this process share one read-only arena. The descriptor stays the caller's.
+        All loads of this process share one read-only arena. ``may_be_held`` as for :meth:`open`,
+        and else the daemon loads it, too. The descriptor stays the caller's.
         Raises NotServed where the cache gains nothing, any other TrimsError when it cannot help.
         """
         if not self.config.device:
@@ -130,7 +140,8 @@ class Cache:
         from trims_shim.client import device_arenas
 
         identity = self._check(descriptor, name, min_bytes)
-        arena = device_arenas.held(self._digests.get(identity, ""), device)
+        digest = self._digests.get(identity, "") if may_be_held else ""
+        arena = device_arenas.held(digest, device)
         if arena is None:
             arena = self._lease_device(descriptor, identity, name, device)
         else:
