@@ -450,3 +450,12 @@ class TestSessions:
 def test_only_what_a_daemon_answers_can_be_refused_with() -> None:
     with FakeDaemon() as daemon, pytest.raises(TypeError, match="'full' is no RequestRefused"):
         daemon.refuse("full")  # type: ignore[arg-type]
+
+
+def test_a_daemon_is_not_entered_twice() -> None:
+    before = caches.cache()
+    with FakeDaemon() as daemon, pytest.raises(RuntimeError, match="entered already"), daemon:
+        pass
+    assert caches.cache() is before
+    with daemon:
+        assert daemon.images == []

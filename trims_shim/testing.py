@@ -92,7 +92,7 @@ class FakeDaemon:
     ``FakeDaemon(host_bytes="64M", strict="1")``; they win over the environment. Unlike in
     production, files of any size are shared (``min_bytes="1"``). Patches stay as they are: the
     block changes where loads go, not whether they are patched. Models loaded inside the block stay
-    valid after it.
+    valid after it. One block at a time: entering it again inside raises RuntimeError.
     """
 
     def __init__(self, **settings: str) -> None:
@@ -104,9 +104,12 @@ class FakeDaemon:
         self._pid = os.getpid()
         self._server: _Server | None = None
         self._faults = _Faults()
+        self._cache: caches.Cache | None = None
         self._before: caches.Cache | None = None
 
     def __enter__(self) -> FakeDaemon:
+        if self._cache is not None:
+            raise RuntimeError("this FakeDaemon is entered already; make another one")
         self.come_back()
         self._cache = caches.Cache(self._config, dial=self._dial)
         self._before = caches.exchange(self._cache)
@@ -114,7 +117,9 @@ class FakeDaemon:
 
     def __exit__(self, *_: object) -> None:
         caches.exchange(self._before)
-        self._cache.close()
+        if self._cache is not None:
+            self._cache.close()
+            self._cache = None
         self.go_away()
 
     # --- what happened ----------------------------------------------------------------------------
