@@ -54,6 +54,12 @@ def test_without_gpus_the_processor_is_no_reserve() -> None:
     assert (found.name, found.is_reserve) == ("cpu", False)
 
 
+@pytest.mark.parametrize("given", ["cpu", 2])
+def test_no_list(given: Any) -> None:
+    with pytest.raises(TypeError, match=f"devices is {given!r}; it has to be a list of names"):
+        find_devices(given)
+
+
 @pytest.mark.parametrize("name", ["tpu:0", "cuda:x", "", "gpu"])
 def test_unknown_names(name: str) -> None:
     with pytest.raises(ValueError, match="is no device; there are cpu, cpu:0-3"):

@@ -30,8 +30,11 @@ def find_devices(names: Sequence[str | Device] | None = None) -> list[Device]:
 
     Without names, the GPUs that this process may use, and the processor, which is kept in reserve
     beside GPUs. Memory is what is free now. Raises ValueError for no or another name, or a core or
-    GPU that is not there, EnsembleError if it cannot be known which GPUs there are.
+    GPU that is not there, TypeError for what is no list, EnsembleError if it cannot be known which
+    GPUs there are.
     """
+    if isinstance(names, (str, int)):
+        raise TypeError(f"devices is {names!r}; it has to be a list of names, such as ['cpu:0-3']")
     if names is not None and not len(names):
         raise ValueError("devices is empty; name one, or give None for those of this machine")
     memory_bytes = available_bytes()
