@@ -9,6 +9,7 @@ import os
 import resource
 import select
 import socket
+import struct
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -200,6 +201,21 @@ def test_sending_to_a_closed_peer_is_an_error_and_no_signal(pair: Pair) -> None:
 def test_the_peer_is_who_the_kernel_says(pair: Pair) -> None:
     expected = handover.Peer(os.getpid(), os.geteuid(), os.getegid())
     assert handover.peer_of(pair[1]) == expected
+
+
+def test_a_user_with_a_high_number() -> None:
+    """Found: from 2**31 on it was taken for a negative one, whose daemon nobody trusts."""
+    user = 2**32 - 2
+    raw = struct.pack("=iII", 1, user, user)
+    data = codec.encode(messages.LeaseRelease(7))
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_CREDENTIALS, raw)]
+    connection: Any = SimpleNamespace(
+        getsockopt=lambda *_: raw, recvmsg=lambda *_: (data, ancillary, 0, None)
+    )
+    assert handover.peer_of(connection) == handover.Peer(1, user, user)
+    packet = handover.receive(connection)
+    assert packet is not None
+    assert packet.user == user
 
 
 def test_new_sockets_are_closed_on_exec() -> None:

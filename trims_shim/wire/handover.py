@@ -36,7 +36,8 @@ __all__ = [
     "watch_senders",
 ]
 
-_CREDENTIALS = struct.Struct("3i")
+_CREDENTIALS = struct.Struct("i2I")
+"""A process, its user and its group. Numbers of users go up to 2**32 - 2."""
 _STREAMS = 3
 """Standard input, output and error."""
 _DESCRIPTORS_OF_A_PACKET = 253
