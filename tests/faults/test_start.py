@@ -145,6 +145,17 @@ def test_what_a_starter_with_a_narrow_umask_makes_can_be_used_by_the_next(world:
         assert mode == (0o600 if name else 0o700), name
 
 
+def test_a_group_gets_through_directories_made_with_a_narrow_umask(make_world: Any) -> None:
+    """Found: that of the sockets was the group's, but those above it nobody else could enter."""
+    world = make_world(group=str(os.getgid()))
+    above = os.path.join(world.root, "above")
+    world.sockets = os.path.join(above, "s")
+    world.spawn("os.umask(0o077)\nfrom trims_shim.daemon.main import run\nsys.exit(run())\n")
+    wait_until(world.is_answering, "a daemon")
+    modes = [os.stat(each).st_mode & 0o777 for each in (above, world.sockets)]
+    assert modes == [0o755, 0o750]
+
+
 def test_a_descriptor_that_is_closed_while_the_daemon_is_started(world: World) -> None:
     """By another thread of its starter: it is not there any more where it should be closed."""
     pid = world.run(
