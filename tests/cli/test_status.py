@@ -97,6 +97,18 @@ def test_clients_that_the_daemon_does_not_name_are_counted(
     assert [sample.value for sample in clients.samples] == [3]
 
 
+def test_programs_of_other_containers_may_have_the_number_of_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found: where both are the first processes of theirs, metrics said there were no clients."""
+    asking, program = (ClientStatus(os.getpid(), 0, "1.0", leases, 1, 0) for leases in (0, 1))
+    memory = MemoryStatus("memfd", "", 1 << 20, 0, 0, 0)
+    reply = GetStatusReply("1.0", 3, 7, 0, 0, 0.0, "", memory, (), (asking, program), {})
+    assert status.others(reply) == [program]
+    (clients,) = (each for each in metrics._families(reply) if each.name.endswith("clients"))
+    assert [sample.value for sample in clients.samples] == [1]
+
+
 def test_what_a_daemon_says_steers_no_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
