@@ -72,17 +72,20 @@ def stop_daemon(endpoint: Endpoint, *, timeout_s: float) -> Stopped:
     """
     deadline = time.monotonic() + timeout_s
     with contextlib.ExitStack() as stack:
-        has_gone = stack.enter_context(_watch(_pid(endpoint)))
+        pid = _pid(endpoint)
+        has_gone = stack.enter_context(_watch(pid))
         connection = Connection(endpoint, stall_timeout_s=timeout_s)
         stack.callback(connection.close)
         welcome = connection.welcome
         last = _ask(connection)
         while connection.is_alive() or not has_gone():
             if time.monotonic() > deadline:
+                # By its number in its own container, something else would be killed here.
+                end = f"run `kill -9 {pid}`" if pid else "end its container"
                 raise DaemonTimeout(
                     f"daemon {welcome.pid} has not finished within {timeout_s:g} s (it may still "
                     "be reading a model, or be another user's); wait longer with --timeout, or "
-                    f"run `kill -9 {welcome.pid}`"
+                    f"{end}"
                 )
             time.sleep(_POLL_S)
     return Stopped(welcome.pid, welcome.package, last)
