@@ -86,22 +86,23 @@ def test_clients_that_the_daemon_does_not_name_are_counted(
     """Found: of more than 1000, metrics and pictures said 1000."""
     client = ClientStatus(1, 0, "1.0", 0, 0, 0)
     memory = MemoryStatus("memfd", "", 1 << 20, 0, 0, 0)
-    reply = GetStatusReply("1.0", 3, 7, 0, 0, 0.0, "", memory, (), (client,), {}, more_clients=2)
+    clients = (client, client)  # the first is the command
+    reply = GetStatusReply("1.0", 3, 7, 0, 0, 0.0, "", memory, (), clients, {}, more_clients=2)
     monkeypatch.setattr(status, "ask", lambda: reply)
     assert main(["status"]) == Exit.OK
     shown = capsys.readouterr().out
     assert "\n3 clients\n" in shown
     assert shown.endswith("\n... 2 more\n")
-    assert "; 2 clients" in top._rates(reply._replace(now_ns=1), reply)
-    (clients,) = (each for each in metrics._families(reply) if each.name.endswith("clients"))
-    assert [sample.value for sample in clients.samples] == [3]
+    assert "; 3 clients" in top._rates(reply._replace(now_ns=1), reply)
+    (family,) = (each for each in metrics._families(reply) if each.name.endswith("clients"))
+    assert [sample.value for sample in family.samples] == [3]
 
 
 def test_programs_of_other_containers_may_have_the_number_of_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Found: where both are the first processes of theirs, metrics said there were no clients."""
-    asking, program = (ClientStatus(os.getpid(), 0, "1.0", leases, 1, 0) for leases in (0, 1))
+    asking, program = (ClientStatus(os.getpid(), 0, "1.0", 0, number, 0) for number in (1, 2))
     memory = MemoryStatus("memfd", "", 1 << 20, 0, 0, 0)
     reply = GetStatusReply("1.0", 3, 7, 0, 0, 0.0, "", memory, (), (asking, program), {})
     assert status.others(reply) == [program]

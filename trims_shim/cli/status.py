@@ -193,11 +193,8 @@ def _by_reason(counts: dict[str, int]) -> str:
 
 
 def others(reply: GetStatusReply) -> list[ClientStatus]:
-    """Every client but this command, which holds nothing.
-
-    Its number may be that of a program in another container: the first process of each has 1.
-    """
-    return [client for client in reply.clients if client.pid != os.getpid() or client.leases]
+    """Every client but this command, which is the first."""
+    return list(reply.clients[1:])
 
 
 def _show(reply: GetStatusReply) -> None:
