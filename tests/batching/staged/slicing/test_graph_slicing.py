@@ -105,6 +105,15 @@ def test_a_model_that_takes_another_way_with_more_rows() -> None:
     assert len(slice_model(Table().eval(), torch.rand(4, 3))) > 1
 
 
+def test_a_model_that_takes_another_way_with_one_row_more_is_refused() -> None:
+    class Table(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * 2 if x.shape[0] <= 4 else x * 3).relu()
+
+    with pytest.raises(StagingError, match=r"with a batch of 5: .* <= 4"):
+        slice_model(Table().eval(), torch.rand(4, 3), 2)
+
+
 def test_no_stages() -> None:
     with pytest.raises(ValueError, match="n_stages is 0"):
         slice_model(UNet().eval(), IMAGE, 0)

@@ -220,10 +220,16 @@ def check_stages(
             raise StagingError(
                 f"{name} does not run with a batch of {rows}: {first_line(error)}"
             ) from error
-        with torch.no_grad():
-            value: Any = stages[0](*run.copy().batch())
-            for stage in stages[1:]:
-                value = stage(value)
+        try:
+            with torch.no_grad():
+                value: Any = stages[0](*run.copy().batch())
+                for stage in stages[1:]:
+                    value = stage(value)
+        # Of any operation, as they were traced for other sizes of the batch.
+        except Exception as error:
+            raise StagingError(
+                f"the stages of {name} do not run with a batch of {rows}: {first_line(error)}"
+            ) from error
         if not are_identical(value, expected):
             raise StagingError(
                 f"the stages of {name} do not compute what it computes, with a batch of {rows}: it "
