@@ -414,6 +414,19 @@ class TestWhatCrosses:
         assert after not in {cut.position for cut in traced.cuts()}
         assert after - 1 in {cut.position for cut in traced.cuts()}
 
+    @pytest.mark.parametrize("largest", [0, 1])
+    def test_what_is_scaled_by_the_largest_of_the_batch_does_not_cross(self, largest: int) -> None:
+        """What scales it back behind the border would find another one in a joined batch."""
+
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            x = torch.relu(x)
+            return torch.exp(x / x.max()).log() * x.max()
+
+        example = torch.ones(2, 3)
+        example[largest] = 2
+        traced = trace(forward, example)
+        assert [traced.operations[cut.position] for cut in traced.cuts()] == ["aten.max.default"]
+
     def test_weights_are_the_models_own(self) -> None:
         traced = trace(lambda self, x: torch.relu(x * self.weight) * self.weight)
         stages = traced.stages([cut.position for cut in traced.cuts()])

@@ -19,7 +19,7 @@ A border that anything else would cross is not legal. Nor is one where two names
 cross, and an operation behind it writes there: joined with others, they would be two memories. Nor
 one within torch.vmap, which begins and ends by operations that change the thread's state.
 
-Running the graph with two sizes of batch, and comparing, tells which is which. Weights do not
+Running the graph with batches of two sizes, and comparing, tells which is which. Weights do not
 cross: each stage has those it uses, and they are the model's own tensors.
 """
 
@@ -47,9 +47,10 @@ __all__ = ["GraphStage", "StagedGraph"]
 
 _FACTORIES = ("new_", "full_like", "ones_like", "zeros_like", "empty_like")
 """Operations that take a tensor for its kind and shape alone."""
-_SMALL, _LARGE = (0, 1), (1, 0, 1)
-"""The rows of the two batches that are compared. Not one: a tensor that always has one row would
-look batched. In another order, so that values that depend on the place of a row show."""
+_SMALL, _LARGE, _ALIKE = (0, 1), (1, 1, 1), (0, 0)
+"""The rows of the batches that are compared. Not one: a tensor that always has one row would look
+batched. At other places, and beside other rows, so that values that depend on either show (that of
+the largest of the batch, too)."""
 
 _NO_MEMORY = 0
 
@@ -83,10 +84,13 @@ class StagedGraph:
         with torch.inference_mode(False):
             self._small = self._values(example.of_rows(_SMALL), self._written)
             self._large = self._values(example.of_rows(_LARGE), {})
+            alike = self._values(example.of_rows(_ALIKE), {})
         self._with_data = self._find_data(self.inputs)
         self._batch_sizes = {size for node in self.inputs for size in symbols(node, axes=1)}
         self._lengths = self._find_lengths()
-        self._batched = {node for node in (*self.inputs, *self.operations) if self._has_rows(node)}
+        self._batched = {
+            node for node in (*self.inputs, *self.operations) if self._has_rows(node, alike[node])
+        }
         self._all_written = frozenset(itertools.chain.from_iterable(self._written.values()))
         self._needed: dict[Node, frozenset[Node] | None] = {}
         self._crossing = self._find_crossing()
@@ -236,7 +240,8 @@ class StagedGraph:
     def _is_batched(self, node: Node) -> bool:
         return node in self._batched
 
-    def _has_rows(self, node: Node) -> bool:
+    def _has_rows(self, node: Node, alike: Any) -> bool:
+        """``alike``: its value for the batch of equal rows."""
         import torch
 
         small, large = self._small[node], self._large[node]
@@ -249,6 +254,7 @@ class StagedGraph:
             and _is_dense(small)
             and _is_dense(large)
             and has_same_rows(small[list(_LARGE)], large)
+            and has_same_rows(small[list(_ALIKE)], alike)
         )
 
     def _is_shared(self, node: Node) -> bool:
