@@ -12,7 +12,7 @@ import pytest
 
 from tests.batching.staged.rules import joining
 from tests.batching.waiting import LONG_S, join, start
-from trims_shim.batching import Batcher, Pad, batched
+from trims_shim.batching import Batcher, Pad, batched, staged
 from trims_shim.batching.drivers.lanes import CpuLane
 from trims_shim.batching.policies.window import Window
 from trims_shim.batching.profiles.profile import LatencyProfile
@@ -462,3 +462,19 @@ def test_only_lanes_of_a_processor_run_whole_batches(monkeypatch: pytest.MonkeyP
         )  # fmt: skip
         made: Any = kind.learning
         assert made.keywords["batching"].keywords["may_run_whole"] is expected
+
+
+@pytest.mark.parametrize("slice_it", ["slice_model", "slice_blocks"])
+def test_stages_that_were_cut_have_the_lanes_of_their_device(
+    slice_it: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    network = torch.nn.Sequential(layers).eval()
+    cut = getattr(staged, slice_it)(network, torch.rand(2, 4), 2)
+    made: list[str] = []
+    monkeypatch.setattr(front, "lane_of", made.append)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.Tensor, "device", "cuda:0")
+    front._lanes(cut, None)
+    assert made == ["cuda:0"] * 2

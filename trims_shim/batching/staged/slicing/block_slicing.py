@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from trims_shim.batching.arguments import whole
@@ -275,6 +275,11 @@ class BlockStage:
             state = batch[0] if self._begin else body.begin(batch)
             state = body.through(state, max(self._begin - 1, 0), min(self._end, body.last) - 1)
             return body.end(state) if self._end > body.last else state
+
+    def parameters(self) -> Iterator[Any]:
+        """Those of the whole model: they tell on which device it runs."""
+        parameters: Iterator[Any] = self._body.shell.model.parameters()
+        return parameters
 
     def __repr__(self) -> str:
         return f"<BlockStage of steps {self._begin} to {self._end - 1}>"

@@ -391,6 +391,10 @@ class GraphStage:
             outputs[index] = Shared(outputs[index])
         return self._gives(outputs)
 
+    def parameters(self) -> Iterator[Any]:
+        """As a module's: they tell on which device it runs."""
+        return self.module.parameters()
+
     def __repr__(self) -> str:
         operations = sum(node.op.startswith("call_") for node in self.module.graph.nodes)
         return f"<GraphStage of {operations} operations>"
