@@ -150,6 +150,18 @@ def test_rows_that_depend_on_each_other() -> None:
         check_stages(stages, nn.Sequential(nn.ReLU(), Centred()), Example(torch.rand(3, 2)))
 
 
+def test_stages_that_take_what_the_whole_batch_has_for_that_of_each_row() -> None:
+    """Alike in all rows of the example, and of rows of another size after a join."""
+
+    def largest(x: torch.Tensor) -> torch.Tensor:
+        return x.abs().max()
+
+    stages = [lambda x: (x / largest(x), x), lambda both: both[0] * largest(both[1])]
+    example = Example(torch.rand(3, 4).clamp(max=0.9).index_fill(1, torch.tensor([2]), 1.0))
+    with pytest.raises(StagingError, match="depends on the others in the batch"):
+        check_stages(stages, lambda x: x / largest(x) * largest(x), example)
+
+
 def test_rows_that_depend_on_their_places() -> None:
     def last(value: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return value[0][value[1]]
