@@ -1,8 +1,9 @@
 """Check the documentation: links, the pages made from code, and figures.
 
 Relative links must resolve, to the heading; docs/configuration.md must have the settings of the
-code, and docs/api.md its signatures and docstrings; and the figures in README.md,
-docs/onnxruntime.md and docs/gpu.md must be the measured ones of docs/results.
+code, and docs/api.md its signatures and docstrings; and the tables of figures in
+README.md, docs/onnxruntime.md, docs/gpu.md and docs/results/README.md must be the measured ones of
+docs/results.
 
 ``--write`` writes pages and tables. ``make docs`` checks.
 """
@@ -31,6 +32,7 @@ BATCHING_RESULTS = ROOT / "docs" / "results" / "batching_peers.md"
 GPU_RESULTS = tuple(
     ROOT / "docs" / "results" / f"{name}.json" for name in ("gpu", "gpu-memory", "gpu-uploads")
 )
+OVERHEAD_RESULTS = ROOT / "docs" / "results" / "batching_overhead.json"
 ONNX_RESULTS = ROOT / "docs" / "results" / "ort.json"
 TASKS = ("load + touch", "load + load_state_dict")
 MARKED = re.compile(r"(<!-- ([a-z ]+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
@@ -268,8 +270,19 @@ def batching_results() -> str:
     return f"{first}\n\n{conditions}\n"
 
 
+def overhead_results() -> str:
+    """What each batcher adds to a lone request, alone and beside a model."""
+    rows = json.loads(OVERHEAD_RESULTS.read_text())["rows"]
+    lines = ["| time added to a call, µs | alone | beside a model |", "|---|---:|---:|"]
+    for row in rows:
+        missed = ": **missed**" if row["is_met"] is False else ""
+        lines.append(f"| {row['title']} | {row['added_us']:.0f}{missed} | {row['beside_us']:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
 WRITTEN = {
     "batching results": batching_results,
+    "overhead results": overhead_results,
     "results": results,
     "onnx results": lambda: onnx_results(is_short=True),
     "all onnx results": onnx_results,
@@ -277,7 +290,10 @@ WRITTEN = {
     "all gpu results": gpu_results,
 }
 """Makers of the text between the marks ``<!-- name -->`` and ``<!-- end of name -->``."""
-PAGES = (README, ROOT / "docs" / "onnxruntime.md", ROOT / "docs" / "gpu.md")
+PAGES = (
+    README,
+    *(ROOT / "docs" / name for name in ("onnxruntime.md", "gpu.md", "results/README.md")),
+)
 
 
 def _with_results(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -24,6 +25,14 @@ def test_links_resolve_and_the_configuration_table_is_current() -> None:
         check=False,
     )
     assert check.returncode == 0, check.stdout + check.stderr
+
+
+def test_every_batcher_whose_overhead_was_measured_is_told() -> None:
+    results = ROOT / "docs" / "results"
+    page = (results / "README.md").read_text()
+    rows = json.loads((results / "batching_overhead.json").read_text())["rows"]
+    told = [f"| {row['title']} | {row['added_us']:.0f}" for row in rows]
+    assert [line for line in told if line not in page] == []
 
 
 def test_every_patch_point_is_named() -> None:
