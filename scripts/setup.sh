@@ -16,8 +16,8 @@ if ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
 fi
 # Each of these steps is quiet for a minute or more.
 echo "installing ${TORCH:-torch==2.13.0} into $venv; this takes a while" >&2
-# An old pip, which many Pythons bring, takes twice as long.
-[ -x "$venv/bin/python" ] || "$python" -m venv --upgrade-deps "$venv"
+# An old pip, which many Pythons bring, takes twice as long. One that was interrupted has none yet.
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --upgrade-deps "$venv"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 install() { "$venv/bin/python" -m pip install --quiet --no-compile "$@"; }
 

@@ -129,3 +129,24 @@ def test_programs_are_served_by_the_wheel_alone(
         assert str(model) in trims("status", "--json")
     finally:
         trims("stop")
+
+
+def test_a_set_up_that_was_interrupted_makes_the_environment_again(tmp_path: Path) -> None:
+    """It has a Python by then, but no pip."""
+    python, half_made = tmp_path / "python", tmp_path / "venv" / "bin" / "python"
+    half_made.parent.mkdir(parents=True)
+    half_made.write_text("#!/bin/sh\nexit 1\n")
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] || { echo "$@"; exit 3; }\n')
+    for each in (python, half_made):
+        each.chmod(0o755)
+    names = {"PYTHON": str(python), "VENV": str(tmp_path / "venv")}
+    ended = subprocess.run(
+        [str(ROOT / "scripts" / "setup.sh")],
+        env=os.environ | names,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert ended.stdout == f"-m venv --upgrade-deps {tmp_path / 'venv'}\n", ended.stderr
+    assert ended.returncode == 3

@@ -14,7 +14,7 @@ find_packages='import sysconfig, torch; print(sysconfig.get_path("purelib"))'
 if packages="$("$project/bin/python" -c "$find_packages" 2>/dev/null)"; then
     python="$project/bin/python" # packages with native code fit only the version they are for
 fi
-[ -x "$directory/bin/python" ] || "$python" -m venv "$directory"
+"$directory/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv "$directory"
 "$directory/bin/python" -m pip install --quiet --requirement benchmarks/peers/requirements.txt
 if [ -n "$packages" ]; then
     # Read after this environment's own packages.
