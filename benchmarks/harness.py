@@ -89,9 +89,17 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_args(self, *arguments: Any) -> Any:
         options = super().parse_args(*arguments)
+        for action in self._actions:
+            if action.type is int:
+                self._check_positive(action, getattr(options, action.dest))
         if options.output is None:
             options.output = self._directory(options)
         return options
+
+    def _check_positive(self, action: argparse.Action, value: Any) -> None:
+        """All whole numbers are counts or sizes, and nothing is measured with none of it."""
+        if value is not None and min([value] if isinstance(value, int) else value) < 1:
+            self.error(f"argument {action.option_strings[-1]}: at least 1 is needed")
 
     def _directory(self, options: argparse.Namespace) -> Path:
         other = [

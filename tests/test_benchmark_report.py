@@ -129,6 +129,20 @@ def test_a_part_of_a_benchmark_does_not_replace_the_results_of_the_whole(
     assert parser.parse_args(own).output == tmp_path
 
 
+@pytest.mark.parametrize("wrong", [["--rounds", "0"], ["--sizes", "4", "-1"]], ids=" ".join)
+def test_nothing_is_measured_with_counts_below_one(
+    wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argument_parser("made_up", "")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--sizes", type=int, nargs="+", default=(1, 2))
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args(wrong)
+    assert end.value.code == 2
+    assert f"argument {wrong[0]}: at least 1 is needed\n" in capsys.readouterr().err
+    assert parser.parse_args([]).sizes == (1, 2)
+
+
 @pytest.mark.parametrize("benchmark", [gpu, staged_measuring], ids=["gpu", "staged measuring"])
 def test_a_model_that_there_is_not_is_wrong_usage(
     benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
