@@ -62,6 +62,15 @@ def test_a_default_device_that_is_no_mode(
     assert events("built:recipe") == before + 1
 
 
+def test_a_base_that_a_program_replaces(
+    daemon: FakeDaemon, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.serialization, "_opener", lambda *_: None)
+    before = events("built:recipe")
+    assert torch.load(path)["weight"].tolist() == list(range(10))
+    assert events("built:recipe") == before + 1
+
+
 def test_a_dtype_that_torch_does_not_have(
     daemon: FakeDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

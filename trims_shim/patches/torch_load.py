@@ -93,13 +93,14 @@ class _Reader(ArchiveReader):
 
 def _wrap_reader(original: type) -> type:
     is_torchs_own = is_own(original, "torch.serialization")
+    opener = serialization._opener  # programs may replace the name, not the base
 
     class _open_zipfile_reader(original):  # type: ignore[misc]
         @uncompiled
         def __init__(self, name_or_buffer: Any) -> None:
             is_file = not isinstance(name_or_buffer, (str, os.PathLike))
             if is_torchs_own and is_file and patches.active():
-                serialization._opener.__init__(self, _Reader(name_or_buffer))
+                opener.__init__(self, _Reader(name_or_buffer))
             else:
                 super().__init__(name_or_buffer)
 
