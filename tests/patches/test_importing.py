@@ -288,12 +288,27 @@ def test_one_finder_however_many_hooks(module: MakeModule) -> None:
     assert sum(isinstance(each, importing._Finder) for each in sys.meta_path) == 1
 
 
+def test_patches_that_are_turned_on_again_wait_once(
+    module: MakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trims_shim import patches
+
+    names = tuple(module(f"waited_{letter}", "") for letter in "rs")
+    monkeypatch.setattr(patches, "PATCH_FILES", (("file", ("library",), names, False),))
+    monkeypatch.setattr(patches, "_requested", set())
+    monkeypatch.setattr(patches, "_is_enabled", False)
+    for _ in range(3):
+        patches.enable(("library",))
+        patches.disable()
+    assert [len(hooks) for hooks in importing._hooks.values()] == [1]
+
+
 def test_hooks_that_wait_for_several_modules(module: MakeModule) -> None:
     from trims_shim import patches
 
     names = tuple(module(f"waited_{letter}", "") for letter in "abc")
     called: list[int] = []
-    patches._when_imported(names, lambda: called.append(1))
+    patches._when_imported(names, lambda: called.append(1))()
     for name in ("waited_c", "waited_a"):
         importlib.import_module(name)
         assert called == []

@@ -139,18 +139,23 @@ def enable(libraries: tuple[str, ...], *, elide_copies: bool = True) -> None:
                 continue
             try:
                 _requested.add(patch_file)
-                _when_imported(modules, functools.partial(_apply, patch_file))
+                _hook_of(patch_file, modules)()
             except BaseException:  # of a signal handler: who calls again wants it, too
                 _requested.discard(patch_file)
                 raise
         _is_enabled = True
 
 
-def _when_imported(modules: tuple[str, ...], hook: Callable[[], None]) -> None:
-    """Call ``hook`` when all of ``modules`` have been imported."""
+@functools.cache  # the same hook each time, as it may wait still since an earlier one
+def _hook_of(patch_file: str, modules: tuple[str, ...]) -> Callable[[], None]:
+    return _when_imported(modules, functools.partial(_apply, patch_file))
+
+
+def _when_imported(modules: tuple[str, ...], hook: Callable[[], None]) -> Callable[[], None]:
+    """Return what calls ``hook`` when all of ``modules`` have been imported."""
     for module in reversed(modules):
         hook = functools.partial(call_when_imported, module, hook)
-    hook()
+    return hook
 
 
 def disable() -> None:

@@ -30,13 +30,17 @@ _told: list[Exception] = []
 
 
 def call_when_imported(name: str, hook: Callable[[], None]) -> None:
-    """Call ``hook`` once: now if the module is already imported, else right after its import."""
+    """Call ``hook`` once: now if the module is already imported, else right after its import.
+
+    A hook that waits already is not added again.
+    """
     while True:
         if _is_imported(name):
             _run(hook)
             return
         hooks = _hooks.setdefault(name, [])
-        hooks.append(hook)
+        if hook not in hooks:
+            hooks.append(hook)
         if _hooks.get(name) is hooks:
             break
         # The module's import has just ended in another thread, maybe without this hook.
