@@ -94,6 +94,30 @@ def test_the_module_looks_untouched(module: MakeModule) -> None:
     assert waited.loader_seen_inside is waited.__loader__
 
 
+def test_a_loader_of_another_tool_that_wraps_ours_stays(module: MakeModule) -> None:
+    name = module("waited_t", "loader_seen_inside = __spec__.loader")
+    seen: list[int] = []
+    call_when_imported(name, lambda: seen.append(1))
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    inner = spec.loader
+
+    class Loader:
+        def create_module(self, spec: object) -> None:
+            return None
+
+        def exec_module(self, module: ModuleType) -> None:
+            inner.exec_module(module)  # type: ignore[union-attr]
+
+    spec.loader = Loader()  # type: ignore[assignment]
+    waited = importlib.util.module_from_spec(spec)
+    sys.modules[name] = waited
+    spec.loader.exec_module(waited)  # type: ignore[union-attr]
+    assert waited.loader_seen_inside is waited.__loader__ is waited.__spec__.loader is spec.loader
+    assert type(spec.loader) is Loader
+    assert seen == [1]
+
+
 def test_an_import_that_fails_fails_and_may_be_tried_again(module: MakeModule) -> None:
     name = module("waited_f", "raise ValueError('its own')")
     seen: list[int] = []

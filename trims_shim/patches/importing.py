@@ -182,9 +182,10 @@ class _Loader:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
+        # Not the loader of another tool, which has wrapped this one.
+        for home, attribute in ((module, "__loader__"), (module.__spec__, "loader")):
+            if getattr(home, attribute, None) is self:
+                setattr(home, attribute, self._loader)
         name = module.__name__
         _running.add(name)
         try:
