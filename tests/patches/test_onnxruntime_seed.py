@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import onnxruntime
@@ -45,3 +46,14 @@ def test_it_stays_set_when_patches_are_applied_again(monkeypatch: pytest.MonkeyP
         undo_points()
     apply_points()()
     assert onnxruntime_session._is_seed_set
+
+
+def test_it_may_be_pickled() -> None:
+    """As the initializer of processes that are spawned."""
+    undo_points = apply_points()
+    try:
+        pickled = pickle.dumps(onnxruntime.set_seed)
+        assert pickle.loads(pickled) is onnxruntime.set_seed
+    finally:
+        undo_points()
+    assert pickle.loads(pickled) is onnxruntime.set_seed

@@ -376,6 +376,8 @@ def _wrap_set_seed(original: Callable[..., Any]) -> Callable[..., Any]:
         _is_seed_set = True
         return result
 
+    # The original's is its binding's, where pickle would look for ours.
+    set_seed.__qualname__ = set_seed.__name__
     return set_seed
 
 
