@@ -261,6 +261,19 @@ class TestUndo:
         assert library.load is theirs
         assert "another tool" in patch.reason
 
+    def test_ours_that_another_tool_puts_back_later_is_not_wrapped_again(
+        self, library: Any
+    ) -> None:
+        original = library.load
+        patch = apply(point("load"))
+        library.load = wrapped(patch.replacement)
+        undo(patch)
+        library.load = patch.replacement
+        again = apply(point("load"))
+        assert library.load.__wrapped__ is original
+        undo(again)
+        assert library.load is original
+
     def test_what_another_tool_put_back_stays(self, library: Any) -> None:
         original = library.load
         patch = apply(point("load"))

@@ -34,6 +34,10 @@ __all__ = [
 ]
 
 
+_left: list[AppliedPatch] = []
+"""Patches that :func:`undo` has left in place."""
+
+
 class PatchState(enum.Enum):
     """The state of a patch point in this process."""
 
@@ -120,7 +124,7 @@ def apply(point: PatchPoint, done: list[AppliedPatch] | None = None) -> AppliedP
     if done is not None:
         done.append(patch)
     try:
-        found = resolve(point.target)
+        found = _below_ours(resolve(point.target))
         patch.reason = point.probe() or ""
         if not patch.reason:
             patch.found, patch.replacement = found, point.wrap(found.original)
@@ -147,6 +151,7 @@ def undo(patch: AppliedPatch) -> None:
     patch.state = PatchState.UNDONE
     if not is_ours:
         patch.reason = "left in place and inactive: another tool wrapped it later"
+        _left.append(patch)
         return
     if found.is_inherited:
         delattr(found.parent, found.attribute)
@@ -154,6 +159,16 @@ def undo(patch: AppliedPatch) -> None:
         setattr(found.parent, found.attribute, found.original)
     if patch.point.has_holders:
         rebind(patch.replacement, found.original, home=_home(patch.point))
+
+
+def _below_ours(found: Found) -> Found:
+    """What ours was made of, if the tool that had wrapped it has put ours back since."""
+    for patch in reversed(_left):
+        if patch.found is not None and patch.replacement is found.original:
+            _left.remove(patch)
+            original, is_inherited = patch.found.original, patch.found.is_inherited
+            return found._replace(original=original, is_inherited=is_inherited)
+    return found
 
 
 def is_in_place(patch: AppliedPatch) -> bool:
