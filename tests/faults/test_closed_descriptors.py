@@ -79,6 +79,28 @@ def test_what_is_written_to_closed_streams_does_not_go_to_the_daemon(running: Wo
     running.assert_account()
 
 
+def test_what_is_written_to_closed_streams_does_not_go_to_zeromq(running: World) -> None:
+    """Found: it aborted the program, if that printed while a model was loaded."""
+    one = running.file(1)
+    said = running.run(
+        CLOSING + "os.dup2(1, 100); say = lambda it: os.write(100, json.dumps(it).encode())\n"
+        "os.closerange(0, 3)\n"
+        "def kind(number):\n"
+        "    try: return os.write(number, b'12345678')\n"
+        "    except OSError as failure: return failure.errno\n"
+        "from trims_shim.client.connection import Connection\n"
+        "exchange, kinds = Connection._exchange, []\n"
+        "def print_first(*asked):\n"
+        "    kinds.extend(map(kind, range(3)))\n"
+        "    return exchange(*asked)\n"
+        "Connection._exchange = print_first\n"
+        f"arena = open_file({one!r})\n"
+        f"say([kinds, is_right(arena, {one!r}), os.open('/', os.O_PATH)])\n",
+    )
+    assert said == [[errno.EBADF] * 3, True, 0]
+    running.assert_account()
+
+
 def test_a_program_that_holds_many_files_keeps_most_of_its_descriptors(running: World) -> None:
     """All are served, over few descriptors; what is loaded again, and aligned, too."""
     paths = [running.file(number) for number in range(60)]

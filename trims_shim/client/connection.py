@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trims_shim._version import __version__
 from trims_shim.children import installed_constant
-from trims_shim.client.descriptors import OwnDescriptor
+from trims_shim.client.descriptors import OwnDescriptor, above_streams
 from trims_shim.client.session import Conversation, error_from
 from trims_shim.client.threads import can_start, may_set_priority
 from trims_shim.errors import DaemonTimeout, DaemonUnavailable, IncompatibleDaemon, WireError
@@ -390,8 +390,9 @@ class Connection:
         _check_descriptors()
         _check_threads()
         _check_events()
+        # What a program prints to a stream that it has closed would make ZeroMQ abort the process.
         # At its end, a context waits for ever for a socket that is still open.
-        with zmq.Context(io_threads=1) as context:
+        with above_streams(), zmq.Context(io_threads=1) as context:
             try:
                 with context.socket(zmq.DEALER) as control:
                     control.setsockopt(zmq.LINGER, 0)

@@ -1,15 +1,24 @@
 """Whether the number of a descriptor of ours still means the same file.
 
 A program may close descriptors that are not its own: one that becomes a daemon closes all. Files
-that it opens next get their numbers; we must not map, write or close those files.
+that it opens next get their numbers; we must not map, write or close those files. Nor may what we
+open get the number of a standard stream that it has closed, where it may print all the same.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 
-__all__ = ["OwnDescriptor"]
+__all__ = ["OwnDescriptor", "above_streams"]
+
+_STREAMS = 3
+"""Standard input, output and error."""
+_users: set[object] = set()
+_placeholders: list[OwnDescriptor] = []
+"""They have the numbers of closed streams while there are users, and can be neither read nor
+written."""
 
 
 class OwnDescriptor:
@@ -31,6 +40,25 @@ class OwnDescriptor:
             with contextlib.suppress(OSError):
                 self._stamp = None  # the number may come to mean the same file again
                 os.close(self.number)
+
+
+@contextlib.contextmanager
+def above_streams() -> Iterator[None]:
+    """Whatever is opened in the block, by other threads too, is above the standard streams."""
+    user = object()
+    _users.add(user)
+    try:
+        with contextlib.suppress(OSError):  # Without descriptors, nothing is opened.
+            # What a program opens for its streams, such as /dev/null, must not look like ours.
+            while (each := OwnDescriptor(os.open("/", os.O_PATH | os.O_CLOEXEC))).number < _STREAMS:
+                _placeholders.append(each)
+            each.close()
+        yield
+    finally:
+        _users.discard(user)
+        while _placeholders and not _users:
+            with contextlib.suppress(IndexError):  # another thread has closed it
+                _placeholders.pop().close()
 
 
 def _stamp(number: int) -> tuple[int, int] | None:
