@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
+from fronts import Later
 from harness import PATIENCE_S, open_descriptors, wait_until
 
 from trims_shim.daemon import file_systems, ingest
@@ -335,6 +336,26 @@ def test_loads_that_are_stuck_keep_nobody_waiting(
     assert harness.loader.stuck_count() == 0
     for each in ended:
         harness.loader.discard(each.ingest)
+
+
+def test_what_goes_on_counting_is_not_stuck_before_a_worker_has_it(tmp_path: Path) -> None:
+    """Found: a load for those who had waited for another one was, where it waited for its turn."""
+    path = tmp_path / "model"
+    path.write_bytes(CONTENT)
+    pool = Later()
+    memory = MemfdMemory(SegmentKind.MEMFD)
+    loader = Loader(memory, threads=1, wake=lambda: None, pool=pool)
+    opening = Opening(1, 1, 0, Identity.from_stat(path.stat()), "/model")
+    meter = ingest.Meter(len(CONTENT))
+    loader.start(StartIngest(1, opening, False), os.open(path, os.O_RDONLY), meter=meter)
+    (load,) = loader._loads.values()
+    assert not any(load.is_stuck(now_s) for now_s in (0.0, 1000.0))
+    pool.run()
+    (finished,) = loader.take_finished()
+    assert finished.error is None
+    assert meter.done_bytes == 2 * len(CONTENT)
+    loader.discard(1)
+    loader.close()
 
 
 def test_the_end_waits_for_loads_that_are_not_stuck(

@@ -294,6 +294,7 @@ class Loads(abc.ABC, Generic[_Segment]):
         os.close(load.descriptor)
 
     def _begin(self, load: Load) -> None:
+        load.seen_bytes = load.meter.done_bytes  # of the load before it
         self._loads[load.action.ingest] = load
         load.future = self._pool.submit(self._run, load)
 
