@@ -9,19 +9,20 @@ import stat
 __all__ = ["directory_of", "existing_parent", "make", "open_own", "roots_problem"]
 
 
-def make(directory: str, mode: int = 0o700, *, above: int = 0o700) -> None:
+def make(directory: str, mode: int = 0o700, *, above: int = 0o700, least: int = 0o700) -> None:
     """Make a directory, and those above it that are missing with mode ``above``. Raises OSError.
 
     ``os.makedirs`` leaves the mode of those above to the umask: with a wide one, others could
-    replace what is in them. With a very narrow one (0777, 0277) we could not use what we make.
+    replace what is in them. With a very narrow one (0777, 0277) we could not use what we make. So
+    the umask takes nothing of ``least`` away.
     """
     if directory and not os.path.lexists(directory):
-        make(os.path.dirname(directory), above, above=above)
+        make(os.path.dirname(directory), above, above=above, least=least)
         with contextlib.suppress(FileExistsError):
             os.mkdir(directory, mode)
             made = stat.S_IMODE(os.stat(directory).st_mode)
-            if made & 0o700 != 0o700:
-                os.chmod(directory, made | 0o700)
+            if mode & least & ~made:
+                os.chmod(directory, made | mode & least)
 
 
 def open_own(path: str, flags: int) -> int:

@@ -145,13 +145,19 @@ def test_what_a_starter_with_a_narrow_umask_makes_can_be_used_by_the_next(world:
         assert mode == (0o600 if name else 0o700), name
 
 
-def test_a_group_gets_through_directories_made_with_a_narrow_umask(make_world: Any) -> None:
+@pytest.mark.parametrize("starter", ["run", "load"])
+def test_a_group_gets_through_directories_made_with_a_narrow_umask(
+    make_world: Any, starter: str
+) -> None:
     """Found: that of the sockets was the group's, but those above it nobody else could enter."""
     world = make_world(group=str(os.getgid()))
     above = os.path.join(world.root, "above")
     world.sockets = os.path.join(above, "s")
-    world.spawn("os.umask(0o077)\nfrom trims_shim.daemon.main import run\nsys.exit(run())\n")
-    wait_until(world.is_answering, "a daemon")
+    if starter == "run":
+        world.spawn("os.umask(0o077)\nfrom trims_shim.daemon.main import run\nsys.exit(run())\n")
+        wait_until(world.is_answering, "a daemon")
+    else:
+        world.run("os.umask(0o077)\ncache().welcome(may_start=True)\n")
     modes = [os.stat(each).st_mode & 0o777 for each in (above, world.sockets)]
     assert modes == [0o755, 0o750]
 

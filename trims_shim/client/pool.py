@@ -227,7 +227,8 @@ class Pool:
         except DaemonUnavailable:
             if not may_start:
                 raise
-        spawn.start(self._endpoint, timeout_s=self._config.start_timeout)
+        config = self._config
+        spawn.start(self._endpoint, timeout_s=config.start_timeout, has_group=bool(config.group))
         diagnostics.count("daemon", "started")
         return self._dial(check_protocol)
 

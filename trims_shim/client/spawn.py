@@ -50,13 +50,15 @@ _BOOT = (
 )
 
 
-def start(endpoint: Endpoint, *, timeout_s: float) -> None:
+def start(endpoint: Endpoint, *, timeout_s: float, has_group: bool = False) -> None:
     """Start a daemon and wait until one answers, also if another process has won the race.
+
+    ``has_group``: see :meth:`Endpoint.create`.
 
     Raises DaemonStartFailed with the daemon's reason, DaemonTimeout, DaemonUnavailable,
     UnusableSocketDir.
     """
-    endpoint.create()
+    endpoint.create(has_group=has_group)
     deadline = time.monotonic() + timeout_s
     try:
         with _start_lock(endpoint, deadline) as (lock, has_waited):

@@ -69,9 +69,7 @@ def run(*, report_descriptor: int | None = None, settings: Config | None = None)
     try:
         config = settings or configuration.load()
         endpoint = endpoints.choose(config)
-        # Its group has to get through the directories above, which may be made here, too.
-        with _umask(0o022) if config.group else contextlib.nullcontext():
-            endpoint.create(mode=0o750 if config.group else 0o700)
+        endpoint.create(has_group=bool(config.group))
         lock = _claim(endpoint)
         if lock is None:
             report.send(Outcome.LOST_RACE, "another daemon serves this socket directory")

@@ -119,11 +119,17 @@ class Endpoint(NamedTuple):
             raise UnusableSocketDir(f"socket directory {self.directory}: {error}") from error
         _check_status(self.directory, status)
 
-    def create(self, *, mode: int = 0o700) -> None:
-        """Make the directory if it is missing, and check it. Raises UnusableSocketDir."""
+    def create(self, *, has_group: bool = False) -> None:
+        """Make the directory if it is missing, and check it. Raises UnusableSocketDir.
+
+        ``has_group``: it is for a group, too, which has to get through those above it.
+        """
         self.check_path()
         try:
-            make(self.directory, mode, above=0o755)
+            if has_group:
+                make(self.directory, 0o750, above=0o755, least=0o755)
+            else:
+                make(self.directory, above=0o755)
         except OSError as error:
             raise UnusableSocketDir(
                 f"socket directory {self.directory} cannot be made: {error}; set TRIMS_SOCKET_DIR"
