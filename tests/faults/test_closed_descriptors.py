@@ -4,6 +4,7 @@ what it opens next is neither mapped, nor written to, nor closed; loads go on wo
 from __future__ import annotations
 
 import errno
+import os
 
 import pytest
 from harness import World
@@ -99,6 +100,27 @@ def test_what_is_written_to_closed_streams_does_not_go_to_zeromq(running: World)
     )
     assert said == [[errno.EBADF] * 3, True, 0]
     running.assert_account()
+
+
+def test_what_is_written_to_closed_streams_is_not_the_report_of_a_start(world: World) -> None:
+    """Found: "the daemon could not start: ", and what the program had printed."""
+    said = world.run(
+        "os.dup2(1, 100); say = lambda it: os.write(100, json.dumps(it).encode())\n"
+        "from trims_shim.client import spawn\n"
+        "launch, failures = spawn._launch, []\n"
+        "def print_first(*asked):\n"
+        "    for number in range(3):\n"
+        "        try: os.write(number, b'lost')\n"
+        "        except OSError as failure: failures.append(failure.errno)\n"
+        "    return launch(*asked)\n"
+        "spawn._launch = print_first\n"
+        "os.closerange(0, 3)\n"
+        "cache().welcome(may_start=True)\n"
+        "say(failures)\n",
+    )
+    assert said == [errno.EBADF] * 3
+    with open(os.path.join(world.sockets, "start.lock"), "rb") as lock:
+        assert lock.read() == b""
 
 
 def test_a_program_that_holds_many_files_keeps_most_of_its_descriptors(running: World) -> None:

@@ -49,8 +49,9 @@ def above_streams() -> Iterator[None]:
     _users.add(user)
     try:
         with contextlib.suppress(OSError):  # Without descriptors, nothing is opened.
-            # What a program opens for its streams, such as /dev/null, must not look like ours.
-            while (each := OwnDescriptor(os.open("/", os.O_PATH | os.O_CLOEXEC))).number < _STREAMS:
+            # A device that no program opens for its streams: that would be taken for ours.
+            flags = os.O_PATH | os.O_CLOEXEC
+            while (each := OwnDescriptor(os.open("/dev/full", flags))).number < _STREAMS:
                 _placeholders.append(each)
             each.close()
         yield

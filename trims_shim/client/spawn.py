@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 
 from trims_shim.children import NoInterpreter, interpreter, search_path
+from trims_shim.client.descriptors import above_streams
 from trims_shim.directories import open_own
 from trims_shim.errors import (
     DaemonStartFailed,
@@ -61,7 +62,8 @@ def start(endpoint: Endpoint, *, timeout_s: float, has_group: bool = False) -> N
     endpoint.create(has_group=has_group)
     deadline = time.monotonic() + timeout_s
     try:
-        with _start_lock(endpoint, deadline) as (lock, has_waited):
+        # What a program prints to a stream that it has closed would be taken for the report.
+        with above_streams(), _start_lock(endpoint, deadline) as (lock, has_waited):
             if lock is None:
                 return
             if has_waited:
