@@ -231,7 +231,8 @@ def test_what_depends_on_other_rows_does_not_cross(path: str) -> None:
     largest = graph.node("ReduceMax", x, keepdims=0, noop_with_empty_axes=0)
     value = graph.node("MatMul", x, graph.weight("w", 8, 8))
     value = graph.node("Relu", graph.node("Relu", value))
-    graph.output(graph.node("Mul", value, largest), ["batch", 8])
+    value = graph.node("Div", graph.node("Mul", value, largest), largest)
+    graph.output(value, ["batch", 8])
     save(Sample(graph.model(), ()))(Path(path))
     one_row = np.ones((1, 8), np.float32)
     traced = TracedOnnx(path, example=one_row)
@@ -286,6 +287,45 @@ def test_a_choice_for_the_whole_batch_is_refused(path: str) -> None:
     rows = np.random.RandomState(0).rand(4, 8).astype(np.float32)
     with pytest.raises(StagingError, match="of a row depends on the others"):
         slice_onnx(path, 2, example=rows)
+
+
+def takes_few(graph: Graph) -> str:
+    """Experts of which each takes the first three rows that are for it, as many as are tried."""
+    value = graph.node("Relu", graph.node("MatMul", "x", graph.weight("w", 8, 8)))
+    expert = graph.node(
+        "ArgMax", graph.node("MatMul", value, graph.weight("e", 8, 2)), keepdims=0, axis=1
+    )
+    two, ends = graph.constant("two", np.int64(2)), graph.constant("ends", np.float32([0, 1]))
+    chosen = graph.node("OneHot", expert, two, ends)
+    place = graph.node("CumSum", chosen, graph.constant("rows", np.int64(0)))
+    is_taken = graph.node("LessOrEqual", place, graph.constant("most", np.float32(3)))
+    taken = graph.node("Mul", chosen, graph.node("Cast", is_taken, to=FLOAT))
+    experts = graph.constant("experts", [1])
+    value = graph.node("Mul", value, graph.node("ReduceSum", taken, experts, keepdims=1))
+    return graph.node("Relu", graph.node("MatMul", value, graph.weight("v", 8, 8)))
+
+
+def scales_back(graph: Graph) -> str:
+    """By the largest of the batch, once as a root: the border between has what is scaled."""
+    value = graph.node("Div", "x", graph.node("ReduceMax", graph.node("Abs", "x"), keepdims=1))
+    for name in ("w", "v"):
+        value = graph.node("Relu", graph.node("MatMul", value, graph.weight(name, 8, 8)))
+    square = graph.node("ReduceMax", graph.node("Mul", "x", "x"), keepdims=1)
+    return graph.node("Mul", value, graph.node("Sqrt", square))
+
+
+@pytest.mark.parametrize("answer", [takes_few, scales_back])
+def test_joined_batches_that_are_answered_otherwise_are_refused(
+    path: str, answer: Callable[[Graph], str]
+) -> None:
+    """Found: they were served, as rows were looked at in batches of two and three only."""
+    graph = Graph("joined")
+    graph.input("x", ["batch", 8])
+    graph.output(answer(graph), ["batch", 8])
+    save(Sample(graph.model(), ()))(Path(path))
+    rows = np.random.RandomState(0).rand(3, 8).astype(np.float32)
+    with pytest.raises(StagingError, match="of a row depends on the others"):
+        slice_onnx(path, 3, example=rows)
 
 
 @pytest.mark.parametrize("is_ranked", [False, True])

@@ -24,7 +24,17 @@ from trims_shim.batching.staged.slicing.cutting import Cut
 from trims_shim.batching.staged.slicing.onnx_graph import OnnxGraph
 from trims_shim.errors import StagingError
 
-__all__ = ["Exactly", "Observed", "is_equal", "legal_cuts", "named", "observe", "times_ns"]
+__all__ = [
+    "Exactly",
+    "Observed",
+    "depends_on_others",
+    "is_equal",
+    "is_near",
+    "legal_cuts",
+    "named",
+    "observe",
+    "times_ns",
+]
 
 _ROWS = (0, 1), (1, 0, 1)
 """The rows of the two batches that are compared. In another order, so that values that depend on
@@ -76,6 +86,13 @@ class Observed:
         """Whether it is equal in both batches."""
         return is_equal(*(each[name] for each in self.values))
 
+    def halved(self, feeds: Feeds) -> Feeds:
+        """The same inputs, with floating-point numbers of rows half as large."""
+        return {
+            name: each / 2 if each.dtype.kind in _INEXACT and self.is_batched(name) else each
+            for name, each in feeds.items()
+        }
+
 
 class Exactly:
     """An array in a Shared: joins compare its contents, and not its shape alone."""
@@ -109,6 +126,15 @@ def _has_same_rows(one: Any, other: Any) -> bool:
         is_finite = numpy.isfinite(differences)
         limit = _NEAR * abs(other[is_finite]).max(initial=0)
     return bool((differences[is_finite] <= limit).all())
+
+
+def is_near(one: Any, other: Any) -> bool:
+    """Whether two arrays have one shape, and equal rows if they are of floating-point numbers.
+
+    Other types (the index of the largest) may differ altogether where two are nearly equal.
+    """
+    is_exact = one.dtype.kind not in _INEXACT
+    return one.shape == other.shape and (is_exact or _has_same_rows(one, other))
 
 
 def named(batch: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
@@ -173,12 +199,12 @@ def _check_outputs(graph: OnnxGraph, observed: Observed) -> None:
                 f"the batch is not the first axis of output {name}, so that rows cannot be told "
                 "apart; export the model with outputs [batch, ...]"
             )
-        # Other types (the index of the largest) may differ altogether where two are nearly equal.
+        # Of other types, see is_near.
         if observed.values[0][name].dtype.kind in _INEXACT and not observed.is_batched(name):
-            raise _depends_on_others(name)
+            raise depends_on_others(name)
 
 
-def _depends_on_others(name: str) -> StagingError:
+def depends_on_others(name: str) -> StagingError:
     return StagingError(
         f"output {name} of a row depends on the others in the batch, or on chance; the model "
         "cannot be batched between stages"
@@ -212,7 +238,7 @@ def _check_company(graph: OnnxGraph, observed: Observed, session: Any, feeds: Fe
                 its, expected = found[name], small[name]
                 own = slice(row, row + 1)  # still an array, also of strings
                 if its.shape == expected.shape and not _has_same_rows(its[own], expected[own]):
-                    raise _depends_on_others(name)
+                    raise depends_on_others(name)
 
 
 def _opposed(batch: Any, row: int) -> Any:
@@ -233,8 +259,7 @@ def _check_alone(graph: OnnxGraph, observed: Observed, session: Any, feeds: Feed
         raise StagingError(f"the model cannot be run with a batch of one row: {error}") from error
     for name in graph.outputs:
         its, expected = alone[name], observed.values[0][name][:1]
-        is_near = its.shape == expected.shape and _has_same_rows(its, expected)
-        if not is_near and its.dtype.kind in _INEXACT:
+        if its.dtype.kind in _INEXACT and not is_near(its, expected):
             raise StagingError(
                 f"output {name} of a row is another one where the row is the whole batch; the "
                 "model cannot be batched between stages"

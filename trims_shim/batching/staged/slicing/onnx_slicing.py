@@ -26,13 +26,16 @@ from typing import Any
 from trims_shim import diagnostics
 from trims_shim.batching.arguments import whole
 from trims_shim.batching.staged.activations import Shared
+from trims_shim.batching.staged.flow import NotJoinable, join
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.slicing.cutting import even_cuts
 from trims_shim.batching.staged.slicing.onnx_graph import OnnxGraph, onnx_package
 from trims_shim.batching.staged.slicing.onnx_observing import (
     Exactly,
     Observed,
+    depends_on_others,
     is_equal,
+    is_near,
     legal_cuts,
     named,
     observe,
@@ -73,7 +76,7 @@ def slice_onnx(
     Blocks while the model is prepared, and runs it some times. Needs onnxruntime 1.21 and the
     package ``onnx``, which the extra ``onnx`` brings. Raises OSError for the file, ValueError for
     less than one stage or an example of other inputs, and StagingError for a model that onnxruntime
-    does not optimise or run, or whose batches have a fixed size.
+    does not optimise or run, whose batches have a fixed size, or whose rows affect each other.
     """
     n_stages = whole("n_stages", n_stages)
     traced = TracedOnnx(
@@ -114,13 +117,15 @@ class TracedOnnx:
     def cut(self, positions: Sequence[int]) -> StagedModel:
         """Cut at ``positions``, which are of :attr:`cuts`.
 
-        Raises StagingError if the results of the stages are not those of the whole model.
+        Raises StagingError if the results of the stages are not those of the whole model, or other
+        ones where batches are joined between stages.
         """
         with heap.given_back(), _naming(self._path):
             stages = _stages(
                 self._graph, self._make_session, self._observed, positions, self._source
             )
             _check(stages, self._graph, self._observed)
+            _check_joined(stages, self._graph, self._observed)
         return StagedModel(stages, name=Path(self._path).stem)
 
 
@@ -265,12 +270,44 @@ def _check(stages: Sequence[_Stage], graph: OnnxGraph, observed: Observed) -> No
     import numpy
 
     for expected in observed.values:
-        value: Any = {name: expected[name] for name in graph.inputs}
-        for stage in stages:
-            value = stage(value)
-        found = value if len(graph.outputs) > 1 else {graph.outputs[0]: value}
-        for name, each in found.items():
+        value = _through(stages, {name: expected[name] for name in graph.inputs})
+        for name, each in _outputs(graph, value).items():
             if not is_equal(numpy.asarray(each), numpy.asarray(expected[name])):
                 raise StagingError(
                     f"output {name} of the stages is not that of the whole model; serve it whole"
                 )
+
+
+def _check_joined(stages: Sequence[_Stage], graph: OnnxGraph, observed: Observed) -> None:
+    """Raise StagingError if batches that are one from the second stage on come to something else.
+
+    One of them half as large, too: what rows may have in common (their largest number) is another
+    one then.
+    """
+    one, *others = (
+        {name: each[name] for name in graph.inputs} for each in (*observed.values, observed.feeds)
+    )
+    for tried in one, observed.halved(one):
+        try:
+            values = [stages[0](each) for each in (tried, *others)]
+            expected = join([_through(stages[1:], each) for each in values])
+            found = _through(stages[1:], join(values))
+        except NotJoinable:  # Nor are they in service.
+            continue
+        # onnxruntime raises a RuntimeError or ValueError of its own for each kind of failure.
+        except Exception as error:
+            if tried is one:
+                raise StagingError(f"joined batches cannot be run: {error}") from error
+            continue  # It may not take such numbers.
+        its = _outputs(graph, expected)
+        for name, each in _outputs(graph, found).items():
+            if not is_near(each, its[name]):
+                raise depends_on_others(name)
+
+
+def _through(stages: Sequence[_Stage], value: Any) -> Any:
+    return functools.reduce(lambda value, stage: stage(value), stages, value)
+
+
+def _outputs(graph: OnnxGraph, value: Any) -> dict[str, Any]:
+    return value if len(graph.outputs) > 1 else {graph.outputs[0]: value}
