@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -246,6 +247,51 @@ def test_models_that_do_not_fit_by_a_hair_do_not_share_devices(of_paper: bool) -
     assert sorted(len(group.models) for group in plan.groups) == [1, 1, 1, 2]
     with pytest.raises(PlanningError, match="do not fit"):
         plan_herd(streams, models, groups=3, **limits)
+
+
+def overfull_by_a_hair(count: int) -> tuple[dict[str, Stream], dict[str, HostedModel]]:
+    """Models of which four share a device, and five do not, by some bytes."""
+    models = {str(n): HostedModel(10, 3_200_000_001 + 37 * n % count) for n in range(count)}
+    return {name: Stream(name, 5) for name in models}, models
+
+
+def solving(monkeypatch: pytest.MonkeyPatch, *, taken_s: float | None = None) -> list[float]:
+    """The time limits of the solver's runs, which say that they have taken so long."""
+    solve, limits_s = Programme.maximise, list[float]()
+
+    def maximise(programme: Programme, goal: Any, *, gap: float, time_limit_s: float) -> Any:
+        limits_s.append(time_limit_s)
+        found = solve(programme, goal, gap=gap, time_limit_s=60)
+        return found and replace(found, taken_s=taken_s or found.taken_s)
+
+    monkeypatch.setattr(Programme, "maximise", maximise)
+    return limits_s
+
+
+def test_what_is_solved_for_again_is_solved_in_what_is_left_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found: each time had the whole limit, and there were dozens."""
+    limits_s = solving(monkeypatch, taken_s=10)
+    streams, models = overfull_by_a_hair(5)
+    with pytest.raises(PlanningError, match="more time"):
+        plan_herd(streams, models, devices=4, memory_bytes=16 * 10**9, groups=1, time_limit_s=9)
+    assert limits_s == [9]
+    limits_s.clear()
+    with pytest.raises(PlanningError, match="do not fit"):
+        plan_herd(streams, models, devices=4, memory_bytes=16 * 10**9, groups=1, time_limit_s=19)
+    assert limits_s == [19, 9]
+
+
+def test_many_models_that_do_not_fit_by_a_hair_are_excluded_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs = solving(monkeypatch)
+    streams, models = overfull_by_a_hair(10)
+    limits: dict[str, Any] = {"devices": 4, "memory_bytes": 16 * 10**9, "of_paper": True}
+    plan = plan_herd(streams, models, groups=3, **limits)
+    assert max(len(group.models) for group in plan.groups) == 4
+    assert len(runs) < 10
 
 
 def test_groups_that_have_no_device_each_are_no_room() -> None:

@@ -28,7 +28,7 @@ example.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from trims_shim.errors import PlanningError
@@ -320,6 +320,9 @@ class _Herd:
                 return None
             if found is None or not self._exclude_overfull(found):
                 return found
+            time_limit_s -= found.taken_s
+            if time_limit_s <= 0:
+                return None
 
     def groups(self, found: Solution) -> list[tuple[int, list[str]]]:
         """Return the size of each group that is used, and the names of its streams."""
@@ -344,13 +347,39 @@ class _Herd:
             if sum(bytes_of[name] for name in held) <= self._limits.memory_bytes:
                 continue
             is_any = True
+            cover = self._least_cover(held)
             # Nor do as many others fit that are as large.
-            largest = max(bytes_of[name] for name in held)
-            among = [n for n in self._holds if n in held or bytes_of[n] >= largest]
+            largest = max(bytes_of[name] for name in cover)
+            among = [n for n in self._holds if n in cover or bytes_of[n] >= largest]
             for other in self._groups:
                 terms = {self._holds[name][other]: 1.0 for name in among}
-                self._programme.row(terms, upper=len(held) - 1)
+                self._programme.row(terms, upper=len(cover) - 1)
         return is_any
+
+    def _least_cover(self, held: Collection[str]) -> list[str]:
+        """Models that do not fit either: no more than these, and the largest is as small as can be.
+
+        All of ``held`` that are not among them are as large, or too small to matter.
+        """
+
+        def size(name: str) -> int:
+            return self._models[name].memory_bytes
+
+        cover = sorted(held, key=size)
+        while True:
+            excess = sum(map(size, cover)) - self._limits.memory_bytes
+            largest = size(cover[-1])
+            smaller = [
+                name
+                for name in self._holds
+                if name not in cover and largest - excess < size(name) < largest
+            ]
+            if size(cover[0]) < excess:
+                del cover[0]
+            elif smaller:
+                cover = sorted([*cover[:-1], max(smaller, key=size)], key=size)
+            else:
+                return cover
 
     def _choices(self) -> list[int]:
         return [self._programme.variable(upper=1, is_integer=True) for _ in self._groups]

@@ -38,6 +38,8 @@ class Solution:
     goal: float
     bound: float
     """No solution has a higher goal."""
+    taken_s: float
+    """By the solver."""
 
 
 class Programme:
@@ -108,7 +110,8 @@ class Programme:
             )
         ]
         found = info.objective_function_value
-        return Solution(values, found, info.mip_dual_bound if any(self._is_integer) else found)
+        bound = info.mip_dual_bound if any(self._is_integer) else found
+        return Solution(values, found, bound, solver.getRunTime())
 
     def _model(self, highspy: Any, goal: Mapping[int, float]) -> Any:
         model = highspy.HighsLp()
