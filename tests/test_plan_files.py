@@ -81,3 +81,11 @@ def test_what_is_no_cluster(old: str, new: str, message: str, tmp_path: Path) ->
     path.write_text(CLUSTER.replace(old, new))
     with pytest.raises(FormatError, match=message):
         read_cluster(str(path))
+
+
+def test_a_name_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    """Found: of JSON, the last one was taken."""
+    path = tmp_path / "herd.json"
+    path.write_text('{"devices": 8, "models": {"a": {}, "b": {}, "a": {}}}')
+    with pytest.raises(FormatError, match="not JSON: a is there twice"):
+        read_herd(str(path))

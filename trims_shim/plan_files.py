@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.profiles.profile_json import LARGEST_SIZE
@@ -154,12 +154,26 @@ def _measured(entry: _Table) -> LatencyProfile:
 
 
 def _parsed(path: str) -> Any:
-    kind, load = ("JSON", json.load) if path.endswith(".json") else ("TOML", load_toml)
+    kind, load = ("JSON", _load_json) if path.endswith(".json") else ("TOML", load_toml)
     with naming(path), open(path, "rb") as file:
         try:
             return load(file)
         except (ValueError, RecursionError) as error:
             raise FormatError(f"{path} is not {kind}: {error}") from None
+
+
+def _load_json(file: BinaryIO) -> Any:
+    return json.load(file, object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises ValueError for a name that is there twice, as TOML does."""
+    unique: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in unique:
+            raise ValueError(f"{printable(name)} is there twice")
+        unique[name] = value
+    return unique
 
 
 class _Table:
