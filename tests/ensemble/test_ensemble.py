@@ -452,6 +452,7 @@ MEMBERS = [Member("a", members.row_sums), Member("b", members.row_sums)]
     ("given", "options", "message"),
     [
         ([], {}, "needs a member"),
+        (["a"], {}, "a member is 'a'; give a Member"),
         (MEMBERS[:1] * 2, {}, "names of their own: a, a"),
         ([Member("a", members.row_sums, weight=-1.0)], {}, "a weight of -1"),
         ([Member("a", members.row_sums, weight=cast(Any, "1"))], {}, "a weight of '1'"),

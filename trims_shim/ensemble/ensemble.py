@@ -101,9 +101,9 @@ class Ensemble:
         ``max_segments``: so many may be under way; by default, as many as keep all workers busy.
         ``restarts``: how often a worker that dies is started again.
 
-        Raises ValueError for what cannot be, EnsembleError for a load function that another process
-        cannot find, MemberFailed if a member cannot be loaded, OSError if no process can be
-        started.
+        Raises ValueError or TypeError for what cannot be, EnsembleError for a load function that
+        another process cannot find, MemberFailed if a member cannot be loaded, OSError if no
+        process can be started.
         """
         if not isinstance(allocation, Allocation | None):
             raise TypeError(
@@ -177,7 +177,13 @@ class Ensemble:
 
 
 def names_of(members: Sequence[Member]) -> list[str]:
-    """The names of members, in their order. Raises ValueError if two are equal."""
+    """The names of members, in their order.
+
+    Raises ValueError if two are equal, TypeError for what is no :class:`Member`.
+    """
+    for member in members:
+        if not isinstance(member, Member):
+            raise TypeError(f"a member is {member!r}; give a Member, such as Member('a', load)")
     names = [member.name for member in members]
     if len(set(names)) < len(names):
         raise ValueError(f"members need names of their own: {', '.join(names)}")
