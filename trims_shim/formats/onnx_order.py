@@ -1,15 +1,16 @@
 """The order in which an optimised model must list its nodes to be run as it was saved.
 
 onnxruntime saves the nodes of an optimised graph in the order in which it runs them, but a session
-of the saved model runs them in another one. It walks the graph depth first, from the nodes whose
+of the saved model runs them in another one. (A sub-graph in which it changed nothing is saved as it
+was listed, and a session runs it as before.) It walks the graph depth first, from the nodes whose
 outputs no other node takes to their inputs, and of several it takes the one that is listed last.
 The order decides which buffers share memory, and so which run fails when the sizes of inputs
 contradict the names that the model gives to its dimensions (an axis ``batch`` of two inputs, say).
 
 :func:`in_running_order` finds the walk that leads to the saved order, and lists the nodes so that
 it is taken again: at each step the node that is walked to is listed after all others that were open
-there. The result need not be a topological order: onnxruntime asks for one only of sub-graphs,
-which stay as they are saved.
+there. The result need not be a topological order: onnxruntime asks for one only of sub-graphs, and
+it is looked for among these there.
 
 Pure. Source: ``Graph::ReverseDFSFrom`` and ``GraphViewer`` of onnxruntime (core/graph); tried with
 1.22, 1.24 and 1.31.
@@ -18,7 +19,7 @@ Pure. Source: ``Graph::ReverseDFSFrom`` and ``GraphViewer`` of onnxruntime (core
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from trims_shim.formats.onnx_structure import (
@@ -44,38 +45,73 @@ _MAIN_DEPTH = 1
 """Of the model's own graph: the model is around it."""
 
 
-def in_running_order(model: Any) -> bytes:
+def in_running_order(model: Any, source: Any) -> bytes:
     """``model`` (a buffer), nodes of its graph and sub-graphs listed to run in their present order.
 
-    Unchanged where there is no such listing, or none was found. Raises TruncatedFile, CorruptFile
-    or UnsupportedFormat.
+    Unchanged where there is no such listing, or none was found, and sub-graphs that are listed as
+    in ``source`` (a buffer), from which it was made. Raises TruncatedFile, CorruptFile or
+    UnsupportedFormat.
     """
+    with WireReader(source) as reader:
+        kept = frozenset(_listings(reader, Message.MODEL, 0, len(reader.view), depth=0))
     with WireReader(model) as reader:
         end = len(reader.view)
-        listed = _with_listed_graphs(reader, Message.MODEL, 0, end, depth=0)
+        listed = _with_listed_graphs(reader, Message.MODEL, 0, end, kept, depth=0)
         return reader.copy(0, end) if listed is None else listed
 
 
-def _with_listed_graphs(
+def _listings(
     reader: WireReader, message: Message, start: int, end: int, *, depth: int
+) -> Iterator[tuple[bytes, ...]]:
+    """Of each graph: see :func:`_made`."""
+    nodes = []
+    for _, child, first, stop in read_children(reader, message, start, end, depth=depth):
+        if child is Message.NODE:
+            nodes.append((first, stop))
+        if child in (Message.GRAPH, Message.NODE, Message.ATTRIBUTE):
+            yield from _listings(reader, child, first, stop, depth=depth + 1)
+    if message is Message.GRAPH:
+        yield _made(reader, nodes)
+
+
+def _made(reader: WireReader, nodes: Sequence[tuple[int, int]]) -> tuple[bytes, ...]:
+    """What the nodes make, in their order."""
+    return tuple(
+        reader.name(first, stop)
+        for node in nodes
+        for key, first, stop in reader.fields(*node)
+        if key == NODE_OUTPUT and first < stop
+    )
+
+
+def _with_listed_graphs(
+    reader: WireReader,
+    message: Message,
+    start: int,
+    end: int,
+    kept: Collection[tuple[bytes, ...]],
+    *,
+    depth: int,
 ) -> bytes | None:
     """The message in ``[start, end)`` with the nodes of its graphs listed anew; None: unchanged."""
     parts: list[bytes] = []
-    kept = position = start
+    copied = position = start
     for key, child, first, stop in read_children(reader, message, start, end, depth=depth):
         content = None
         if child is Message.GRAPH:
-            content = _listed(reader, first, stop, depth=depth + 1)
+            content = _listed(reader, first, stop, kept, depth=depth + 1)
         elif child is Message.ATTRIBUTE:
-            content = _with_listed_graphs(reader, child, first, stop, depth=depth + 1)
+            content = _with_listed_graphs(reader, child, first, stop, kept, depth=depth + 1)
         if content is not None:
-            parts += (reader.copy(kept, position), encode_field(key, content))
-            kept = stop
+            parts += (reader.copy(copied, position), encode_field(key, content))
+            copied = stop
         position = stop
-    return b"".join((*parts, reader.copy(kept, end))) if parts else None
+    return b"".join((*parts, reader.copy(copied, end))) if parts else None
 
 
-def _listed(reader: WireReader, start: int, end: int, *, depth: int) -> bytes | None:
+def _listed(
+    reader: WireReader, start: int, end: int, kept: Collection[tuple[bytes, ...]], *, depth: int
+) -> bytes | None:
     """The graph in ``[start, end)`` with its nodes listed anew, before everything else."""
     nodes: list[tuple[int, int]] = []
     changed: dict[int, bytes] = {}
@@ -83,7 +119,7 @@ def _listed(reader: WireReader, start: int, end: int, *, depth: int) -> bytes | 
     position = start
     for key, first, stop in reader.fields(start, end):
         if key == GRAPH_NODE:
-            node = _with_listed_graphs(reader, Message.NODE, first, stop, depth=depth + 1)
+            node = _with_listed_graphs(reader, Message.NODE, first, stop, kept, depth=depth + 1)
             if node is not None:
                 changed[len(nodes)] = node
             nodes.append((first, stop))
@@ -91,7 +127,8 @@ def _listed(reader: WireReader, start: int, end: int, *, depth: int) -> bytes | 
             others.append(reader.copy(position, stop))
         position = stop
     listing: Sequence[int] | None = None
-    if len(nodes) <= _NODES_LIMIT:
+    is_kept = depth > _MAIN_DEPTH and _made(reader, nodes) in kept
+    if len(nodes) <= _NODES_LIMIT and not is_kept:
         inputs = _inputs(reader, nodes, depth=depth + 1)
         listing = listing_of(inputs, is_topological=depth > _MAIN_DEPTH)
     if listing is None:

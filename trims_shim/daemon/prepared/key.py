@@ -17,7 +17,7 @@ from trims_shim.wire.messages import SessionRecipe
 
 __all__ = ["LAYOUT_VERSION", "entry_key"]
 
-LAYOUT_VERSION = 5
+LAYOUT_VERSION = 6
 """Raised by every change of what is prepared, how it is verified, or how it is stored."""
 
 

@@ -226,8 +226,9 @@ def _is_full(directory: str) -> bool:
 def place(directory: str, *, source: str = "") -> None:
     """Replace what was saved in a directory by the published pair.
 
-    ``source`` is the path of the original model: metadata get the order that they have there, and
-    inputs that have an initializer only there are removed. Files of an earlier attempt are
+    ``source`` is the path of the original model: metadata get the order that they have there,
+    inputs that have an initializer only there are removed, and sub-graphs that are listed as there
+    stay so. Files of an earlier attempt are
     replaced. Raises Refusal (``not_relaid``, ``disk_full``).
     """
     saved, weights = (os.path.join(directory, name) for name in (_SAVED_MODEL, _SAVED_WEIGHTS))
@@ -238,7 +239,7 @@ def place(directory: str, *, source: str = "") -> None:
             with mapped(source) as original:
                 content = with_metadata_order(content, original)
                 content = without_lost_inputs(content, original)
-            content = in_running_order(content)
+                content = in_running_order(content, original)
             with _created(os.path.join(directory, PREPARED_MODEL)) as target:
                 _write(target, memoryview(content), 0)
             with _created(os.path.join(directory, PREPARED_WEIGHTS)) as target:
