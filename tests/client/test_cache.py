@@ -371,7 +371,7 @@ def test_a_start_that_fails_is_not_tried_for_each_file(
 ) -> None:
     starts: list[object] = []
 
-    def start(endpoint: object, *, timeout_s: float) -> None:
+    def start(endpoint: object, *, timeout_s: float, has_group: bool) -> None:
         starts.append(endpoint)
         raise DaemonStartFailed("no /proc")
 
@@ -450,7 +450,7 @@ def test_a_daemon_that_dies_of_each_request_is_left_alone(
 
     threading.Thread(target=die_each_time, daemon=True).start()
     starts: list[object] = []
-    monkeypatch.setattr(pool.spawn, "start", lambda endpoint, timeout_s: starts.append(endpoint))
+    monkeypatch.setattr(pool.spawn, "start", lambda endpoint, **_: starts.append(endpoint))
     for _ in range(3):
         with pytest.raises(DaemonDied):
             cache.welcome(may_start=False)
