@@ -593,6 +593,22 @@ def test_deep_nesting_ends_in_an_answer() -> None:
         read_recipe(shared)
 
 
+@pytest.mark.parametrize("place", ["value", "attribute", "neither"])
+def test_an_ordered_dict_that_is_inside_itself(place: str) -> None:
+    state: Any = OrderedDict(one=[1])
+    state.note = state["one"]
+    if place == "value":
+        state["itself"] = state
+    if place == "attribute":
+        state.note = [state]
+    pickled = pickle.dumps(state, protocol=2)
+    if place == "neither":
+        assert read_recipe(pickled).assemble([], []).note == [1]
+        return
+    with pytest.raises(UnsupportedFormat, match="inside itself"):
+        read_recipe(pickled)
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -89,7 +89,7 @@ def read_recipe(data: bytes, *, interns_names: bool = False) -> Recipe:
     reader = _Reader(data, interns_names=interns_names)
     try:
         reader.run()
-    except (IndexError, struct.error, UnicodeDecodeError) as error:
+    except (IndexError, UnicodeDecodeError) as error:
         raise CorruptFile(f"pickle, before byte {reader.position}: {error}") from error
     return Recipe(reader)
 
