@@ -108,7 +108,7 @@ def test_zip64_directory(tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _assert_as_torch(data, read_archive(data))
 
 
-def test_streamed_records_have_their_sizes_after_the_data() -> None:
+def _streamed(*, is_zip64: bool = False) -> bytes:
     class Unseekable(io.BytesIO):
         def seekable(self) -> bool:
             return False
@@ -122,8 +122,18 @@ def test_streamed_records_have_their_sizes_after_the_data() -> None:
     file = Unseekable()
     with zipfile.ZipFile(file, "w") as archive:
         for name, content in {"data.pkl": b"N.", **_NOTES}.items():
-            archive.writestr(f"a/{name}", content)
-    _assert_as_torch(file.getvalue(), read_archive(file.getvalue()))
+            with archive.open(f"a/{name}", "w", force_zip64=is_zip64) as record:
+                record.write(content)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("is_zip64", [False, True])
+def test_streamed_records_have_their_sizes_after_the_data_only(is_zip64: bool) -> None:
+    data = _streamed(is_zip64=is_zip64)
+    _assert_as_torch(data, read_archive(data))
+    size = 30 + len("a/data.pkl") + 4 if is_zip64 else 18
+    with pytest.raises(CorruptFile, match="at the data"):
+        read_archive(_patched(data, size, b"\x05"))
 
 
 # Hostile and odd files
@@ -205,6 +215,7 @@ def test_a_bad_directory_entry(
         (8, b"\x08\x00", "method 8"),
         (18, b"\x05", "at the data"),
         (22, b"\x05", "at the data"),
+        (18, b"\x00" * 8, "at the data"),
         (22, b"\xff\xff\xff\xff", "announces a zip64 field"),
         (26, b"\x01\x00", "its local header names"),
         (28, b"\xff\xff", "reach into the directory"),
