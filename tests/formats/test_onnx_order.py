@@ -120,12 +120,17 @@ def test_only_the_nodes_move() -> None:
     assert listed(chains()) == ["d", "c", "b", "a"]
 
 
-def test_what_a_sub_graph_takes_counts() -> None:
-    """The last node needs ``b`` as well, so there is one chain, of which ``a`` is the first."""
+@pytest.mark.parametrize("is_deeper", [False, True])
+def test_what_a_sub_graph_takes_counts(is_deeper: bool) -> None:
+    """Its node needs ``b`` as well, and would else come before it."""
     inner = helper.make_graph([helper.make_node("Add", ["b", "own"], ["sum"])], "inner", [], [])
     inner.initializer.append(helper.make_tensor("own", TensorProto.FLOAT, [1], [1.0]))
-    names = listed(chains(body=inner))
-    assert names.index("b") > names.index("c")
+    if is_deeper:
+        inner = helper.make_graph([helper.make_node("Odd", [], ["e"], body=inner)], "outer", [], [])
+    model = chains(body=chains(body=inner).graph)
+    found = onnx.ModelProto.FromString(in_running_order(model.SerializeToString(), b""))
+    middle = next(each for each in found.graph.node if each.name == "d").attribute[0].g
+    assert "".join(each.name for each in middle.node) == "cabd"
 
 
 def test_nodes_of_sub_graphs_move_too() -> None:
