@@ -26,15 +26,17 @@ from fronts import FakeFront, HostFront
 from harness import open_descriptors
 
 from trims_shim.daemon import clock, descriptors
-from trims_shim.daemon.eviction import FirstInFirstOut
+from trims_shim.daemon.eviction import FirstInFirstOut, LeastRecentlyUsed
 from trims_shim.daemon.front import Request
 from trims_shim.daemon.offers import Offer
 from trims_shim.daemon.openings import Openings
 from trims_shim.daemon.sessions import Limits, Session, Sessions
+from trims_shim.daemon.store import Store
 from trims_shim.daemon.tiers import DeviceTier
 from trims_shim.daemon.values import (
     Announce,
     GrantLease,
+    Ingested,
     Opening,
     RefuseRequest,
     StartIngest,
@@ -309,7 +311,7 @@ class TestOpening:
     def test_a_load_that_is_withdrawn_goes_on_for_nobody(
         self, front: HostFront, file: File
     ) -> None:
-        client, other = front.client(OWN), front.client(OWN)
+        other, client = front.client(OWN), front.client(OWN)  # the lease has the number of `other`
         number = file.request(front, client)
         front.openings.withdraw(client, number)
         front.work()
@@ -530,6 +532,26 @@ class TestOpening:
         other = resident.request(front, client := front.client(OWN))
         front.tiers.close_session(client.number, 1)
         assert replies(front)[other].error == "NoSpace", "the file is another one"
+
+    def test_images_that_leave_a_device_for_descriptors_are_not_demoted(
+        self, front: HostFront, file: File, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In the host tier they would hold one as well."""
+        device, dropped = DeviceTier.__new__(DeviceTier), []
+        device.store = Store(1000, policy=LeastRecentlyUsed())
+        device.store.ingest_done(device.store.admit(7), Ingested("0" * 64, 7, True, 1), 1)
+        device.loader = SimpleNamespace(  # type: ignore[assignment]
+            descriptor_count=lambda: 1 - len(dropped),
+            drop=dropped.append,
+            outline_bytes=lambda: 0,
+        )
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (2, 2))
+        monkeypatch.setattr(descriptors, "_open_count", lambda: -100)
+        with monkeypatch.context() as patch:
+            patch.setitem(front.tiers._devices, GPU, device)
+            number = file.request(front, front.client(OWN))
+            assert (dropped, number in replies(front)) == (["0" * 64], False)
+        front.work()
 
     @pytest.mark.parametrize(("limit", "for_images"), [(80, 50), (4000, 2936)])
     def test_images_leave_descriptors_for_clients_where_few_are_left(
