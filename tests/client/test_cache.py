@@ -32,7 +32,9 @@ from trims_shim.errors import (
     NoSpace,
     NotServed,
     TooManyRequests,
+    TrimsError,
     UnknownImage,
+    UnsupportedFormat,
     WireError,
 )
 from trims_shim.testing import FakeDaemon
@@ -195,6 +197,15 @@ def test_an_image_with_a_lead_of_another_size(no_leak: None, size_bytes: int) ->
         dialled.cache.aligned(image, 8)
 
 
+def test_a_daemon_without_the_image_with_a_lead_is_asked_again(no_leak: None) -> None:
+    answers = iter([None, grant(4096 + 8)])
+    dialled = Dialled(lambda name: next(answers))
+    image = Image(os.memfd_create("m"), 4096, digest="b" * 64, name="m")
+    assert dialled.cache.aligned(image, 8) is None
+    assert dialled.cache.aligned(image, 8) is not None
+    assert len(dialled.lines) == 1
+
+
 def test_an_image_with_a_lead_is_kept_until_it_is_closed(no_leak: None) -> None:
     dialled = Dialled(lambda name: grant(4096 + 8))
     image = Image(os.memfd_create("m"), 4096, digest="b" * 64, name="m")
@@ -215,10 +226,11 @@ def test_a_line_that_ended_meanwhile_is_replaced() -> None:
     assert len(dialled.lines) == 2
 
 
-def test_a_refusal_keeps_the_line() -> None:
-    dialled = Dialled(fail(UnknownImage("no")))
+@pytest.mark.parametrize("error", [UnknownImage("no"), UnsupportedFormat("no model")])
+def test_a_refusal_keeps_the_line(error: TrimsError) -> None:
+    dialled = Dialled(fail(error))
     for _ in range(2):
-        with pytest.raises(UnknownImage):
+        with pytest.raises(type(error)):
             dialled.cache.request(1)
     assert len(dialled.lines) == 1
 
@@ -402,6 +414,14 @@ def test_a_downgrade_to_another_protocol_of_the_same_version(
     monkeypatch.setattr(messages, "PROTOCOL_VERSION", protocol + 1)
     assert not pool.is_older(older)
     assert pool.is_older(older._replace(protocol=protocol - 1))
+
+
+def test_an_upgrade_under_this_process_does_not_replace_a_daemon_of_its_own_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "installed_constant", lambda *_: "999")
+    assert not pool.is_older(WELCOME._replace(package=trims_shim.__version__))
+    assert pool.is_older(WELCOME._replace(package="0.0.1"))
 
 
 @pytest.mark.parametrize("may_start", [True, False])
