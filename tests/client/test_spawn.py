@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import queue
 import resource
@@ -226,6 +227,20 @@ def test_a_program_without_an_interpreter(
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     with pytest.raises(DaemonStartFailed, match="cannot start the daemon; run `trims daemon`"):
         spawn.start(endpoint, timeout_s=5)
+
+
+def test_whoever_waits_for_a_daemon_that_ends_at_once_does_not_hold_the_lock(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two would start a daemon."""
+    stamps = iter([None, (1, 1), None])
+    monkeypatch.setattr(Endpoint, "stamp", lambda _: next(stamps))
+    endpoint.create()
+    Path(endpoint.start_lock).touch()
+    with open(endpoint.start_lock) as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with spawn._start_lock(endpoint, deadline=math.inf) as (lock, has_waited):
+            assert (lock, has_waited) == (None, True)
 
 
 def test_whoever_waits_for_a_program_without_an_interpreter_tries(
