@@ -9,6 +9,8 @@ import os
 import pytest
 from harness import World
 
+from trims_shim.client.descriptors import above_streams
+
 CLOSING = """
 import gc
 def close_all():
@@ -148,3 +150,19 @@ def test_a_program_that_holds_many_files_keeps_most_of_its_descriptors(running: 
     )
     assert said == [True, True, True, ["memory", "memory"]]
     running.assert_account()
+
+
+def test_closed_streams_keep_their_numbers_until_the_last_block_ends() -> None:
+    own = os.dup(0)
+    os.close(0)
+    try:
+        with above_streams():
+            with above_streams():
+                pass
+            made = os.open(os.devnull, os.O_RDONLY)
+            os.close(made)
+        lowest = os.open(os.devnull, os.O_RDONLY)
+    finally:
+        os.dup2(own, 0)
+        os.close(own)
+    assert (made >= 3, lowest) == (True, 0)
