@@ -155,11 +155,11 @@ def test_the_receiver_may_say_how_descriptors_are_discarded(pair: Pair, count: i
         os.close(descriptor)
 
 
-@pytest.mark.parametrize("data", [b"", b"?"])
-def test_what_is_unread(pair: Pair, data: bytes) -> None:
+@pytest.mark.parametrize(("data", "numbers"), [(b"", [0]), (b"?", [0]), (b"?", [])])
+def test_what_is_unread(pair: Pair, data: bytes, numbers: list[int]) -> None:
     pair[1].setblocking(False)  # as the daemon's: with a time limit Python waits for a packet
     assert not handover.has_unread(pair[1])
-    send_raw(pair[0], data, [0])
+    send_raw(pair[0], data, numbers)
     assert handover.has_unread(pair[1])
     pair[0].close()
     pair[1].shutdown(socket.SHUT_RDWR)
