@@ -24,6 +24,7 @@ from trims_shim.planner import (
     plan_proteus,
     serve,
 )
+from trims_shim.planner.serving import _Device
 
 SECOND = 1_000_000_000
 OPTIONS = [
@@ -170,3 +171,12 @@ def test_a_family_without_a_device_is_not_answered() -> None:
     assert report.on_time > 50
     assert report.dropped > 50
     assert report.on_time + report.dropped == report.requests
+
+
+def test_what_waits_for_a_variant_is_handed_back_once() -> None:
+    device = _Device(rule_maker("auto"))
+    device.switch(0, OPTIONS[0], SECOND)
+    request = Request(1, 1, key="cats")
+    assert device.on_event(1, request) == ()
+    assert device.switch(2, OPTIONS[1], SECOND) == [request]
+    assert device.switch(3, OPTIONS[2], SECOND) == []
