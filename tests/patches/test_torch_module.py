@@ -258,6 +258,13 @@ def test_a_resized_parameter_keeps_its_mapping_for_an_array_only(
         assert image() is None
 
 
+def test_torchs_own_storages_stay_where_they_are() -> None:
+    storage = torch.ones(4).untyped_storage()
+    address = storage.data_ptr()
+    torch_elision.make_resizable(storage, keeps_bytes=True)
+    assert storage.data_ptr() == address
+
+
 def test_a_second_load_of_the_same_finds_it_there(prepare: Callable[..., None]) -> None:
     expected = weight().state_dict()
     module, state = weight(), cached(expected)
