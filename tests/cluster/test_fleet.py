@@ -147,6 +147,17 @@ def test_one_device_at_a_time_tries_what_could_not_be_loaded() -> None:
     assert len(start(fleet, 180 * SECOND)) == 2
 
 
+def test_what_another_family_loads_does_not_keep_a_device_from_trying() -> None:
+    fleet = Fleet(["gpu", "gpu", "gpu"])
+    fleet.place(placed((SMALL, 2, 9.0)))
+    for device in start(fleet):
+        fleet.loaded(device, device.load)
+    fleet.unloadable[LARGE] = Rest(60.0, 60 * SECOND)
+    fleet.place(placed((LARGE, 2, 9.0), (OTHER, 1, 1.0)))
+    assert start(fleet) == [fleet.devices[2]]
+    assert len(start(fleet, 60 * SECOND)) == 1
+
+
 def test_the_only_device_of_a_family_tries_too_and_goes_back() -> None:
     fleet = ready((SMALL, 1, 1.0))
     (device,) = fleet.devices
