@@ -378,6 +378,12 @@ def test_tensors_that_torch_would_refuse_or_treat_differently(fields: dict[str, 
         read_recipe(_one_tensor(**fields))
 
 
+def test_an_untyped_storage_tells_no_dtype() -> None:
+    pickled = _one_tensor().replace(b"ctorch\nFloatStorage", b"ctorch.storage\nUntypedStorage")
+    with pytest.raises(UnsupportedFormat, match="without a dtype"):
+        read_recipe(pickled)
+
+
 @pytest.mark.parametrize(
     ("code", "error"),
     [
