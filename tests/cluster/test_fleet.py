@@ -221,6 +221,8 @@ def test_a_lost_device_loads_again_after_pauses_that_grow() -> None:
     fleet.lost(device, device.load, now_ns)
     retry_ns = fleet.next_retry_ns()
     assert retry_ns == now_ns + pauses[0]
+    fleet.lost(device, device.load, now_ns)
+    assert fleet.next_retry_ns() == retry_ns, "each batch that ran there tells it"
 
 
 def test_late_news_of_loads_before_are_void() -> None:
