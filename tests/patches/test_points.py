@@ -350,6 +350,17 @@ class TestHolders:
             del sys.modules["not_a_module"]
 
 
+def test_what_a_module_has_written_itself() -> None:
+    @functools.wraps(points.rebind)
+    def wrapper() -> None:
+        raise AssertionError
+
+    for each in (points.AppliedPatch, points.rebind, functools.partial(points.rebind, home="x")):
+        assert points.is_own(each, points.__name__)
+    for each in (Path, wrapper, functools.partial(wrapper), 1):
+        assert not points.is_own(each, points.__name__)
+
+
 def test_a_child_can_patch_whatever_its_parent_was_doing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As at a fork while another thread patches, for longer than forks wait for it."""
     monkeypatch.setattr(patches, "_lock", threading.RLock())  # interrupts in tests leave it held
