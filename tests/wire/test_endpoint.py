@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import tempfile
@@ -232,6 +233,26 @@ class TestOwner:
             monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
         with pytest.raises(UnusableSocketDir, match="belongs to user"):
             absent.check_owner()
+
+    @pytest.mark.parametrize("is_owner", [True, False])
+    def test_of_a_user_that_a_container_does_not_know(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_owner: bool
+    ) -> None:
+        """All of them have the number of nobody there, so the kernel is asked."""
+        opened, asked = os.open, []
+
+        def open_as_its_owner(path: str, flags: int) -> int:
+            asked.append(flags & os.O_NOATIME)
+            if not is_owner:
+                raise PermissionError
+            return opened(path, flags & ~os.O_NOATIME)
+
+        status: Any = SimpleNamespace(st_mode=stat.S_IFDIR | 0o700, st_uid=65534)
+        monkeypatch.setattr(os, "geteuid", lambda: 65534)
+        monkeypatch.setattr(os, "open", open_as_its_owner)
+        with contextlib.nullcontext() if is_owner else pytest.raises(UnusableSocketDir):
+            endpoint._check_status(str(tmp_path), status)
+        assert asked == [os.O_NOATIME]
 
     def test_of_root(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Who could change everything anyway."""
