@@ -15,7 +15,7 @@ def test_devices_load_what_is_placed_and_then_are_ready() -> None:
     fleet.place(placed((SMALL, 1, 8.0), (OTHER, 1, 5.0)))
     assert not fleet.is_settled
     assert not fleet.ready("cats")
-    assert fleet.is_coming("cats")
+    assert [fleet.is_coming(family) for family in ("cats", "dogs", "birds")] == [True, True, False]
     loading = start(fleet)
     assert [device.option for device in loading] == [SMALL, OTHER]
     assert start(fleet) == []
