@@ -39,6 +39,12 @@ def test_an_objective_is_a_number() -> None:
         ({"cpu": 1}, [CAT], {}, "large on gpu: there is no such kind"),
         ({"gpu": 1}, [CAT, CAT], {}, "large on gpu .cats. is given twice"),
         ({"gpu": 1}, [option("cats", "x", "gpu", -1, 4)], {}, "x on gpu has an accuracy of -1"),
+        (
+            {"gpu": 1},
+            [option("cats", "x", "gpu", float("inf"), 4)],
+            {},
+            "x on gpu has an accuracy of inf",
+        ),
     ],
 )
 def test_nonsense_is_refused(devices, options, demand_qps, message: str) -> None:  # type: ignore[no-untyped-def]
