@@ -19,6 +19,7 @@ import zmq
 from trims_shim import config
 from trims_shim._version import __version__
 from trims_shim.daemon import main as daemon_main
+from trims_shim.daemon import sessions
 from trims_shim.daemon.front import Request
 from trims_shim.daemon.server import Server
 from trims_shim.daemon.sessions import Limits
@@ -398,6 +399,24 @@ class TestLife:
             packet = handover.receive(served)
             assert packet is not None
             assert len(packet.message.token) == 16
+
+    def test_a_client_who_cannot_be_identified(
+        self, server: Server, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: it ended the daemon."""
+
+        def refuse(_: socket.socket) -> handover.Peer:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+        monkeypatch.setattr(sessions, "peer_of", refuse)
+        with handover.new_socket() as client:
+            client.connect(server.endpoint.handover)
+            server._turn()
+            packet = handover.receive(client)
+            assert packet is not None
+            assert packet.message.error == "AccessDenied"
+            assert handover.receive(client) is None
+            assert (len(server.sessions), server.counters["refused_clients"]) == (0, 1)
 
     def test_the_end_of_a_session_is_told_to_all(
         self, server: Server, connect: Connect, monkeypatch: pytest.MonkeyPatch

@@ -94,7 +94,10 @@ class Sessions:
         Then the connection is still the caller's.
         """
         connection.setblocking(False)
-        peer = peer_of(connection)
+        try:
+            peer = peer_of(connection)
+        except OSError as error:  # a sandbox
+            raise AccessDenied(f"it cannot be seen who you are: {error}") from error
         if peer.uid == UNMAPPED_USER != os.geteuid() and not _maps_all_users():
             raise AccessDenied("the daemon's user namespace maps not all users: you may be any")
         reserved = self.missing_controls() + 1  # Its control connection will take another one.
