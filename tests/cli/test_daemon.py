@@ -51,6 +51,31 @@ def test_stop_json_has_the_last_status(trims: Trims, model: Path) -> None:
     assert found["last_status"]["images"][0]["names"] == [str(model)]
 
 
+@pytest.mark.parametrize("name", ["trims-load", "trims-door"])
+def test_daemon_without_threads(trims: Trims, name: str) -> None:
+    """Found: it ended with a traceback."""
+    program = (
+        "import sys, threading\n"
+        "start = threading.Thread.start\n"
+        "def refuse(self):\n"
+        f'    if self.name == {name!r}: raise RuntimeError("can\'t start new thread")\n'
+        "    start(self)\n"
+        "threading.Thread.start = refuse\n"
+        "from trims_shim.cli.main import main\n"
+        "sys.exit(main(['daemon']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=trims.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == Exit.FAILED
+    assert "can't start new thread; raise `ulimit -u`" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("number", "settings"), [(signal.SIGINT, {}), (signal.SIGHUP, {"TRIMS_LOG": "info"})]
 )

@@ -74,7 +74,12 @@ def run(*, report_descriptor: int | None = None, settings: Config | None = None)
         if lock is None:
             report.send(Outcome.LOST_RACE, "another daemon serves this socket directory")
             return 0
-        server = _build(endpoint, config)
+        try:
+            server = _build(endpoint, config)
+        except RuntimeError as error:  # no more threads
+            raise DaemonStartFailed(
+                f"the daemon cannot start its threads: {error}; raise `ulimit -u`"
+            ) from error
     except TrimsError as error:
         report.send(Outcome.FAILED, str(error))
         return 2 if isinstance(error, ConfigError) else 1  # as all commands of `trims`
