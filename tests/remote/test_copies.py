@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from harness import open_descriptors
 
+from trims_shim.client import descriptors
 from trims_shim.client.descriptors import OwnDescriptor
 from trims_shim.config import ShareOrSize
 from trims_shim.daemon.prepared.directory import Space
@@ -136,6 +137,19 @@ def test_a_descriptor_that_another_thread_closes_is_opened_again(
 
     monkeypatch.setattr(OwnDescriptor, "is_open", close)
     assert copies.use("k-1")
+
+
+def test_a_directory_that_the_kernel_cannot_examine_is_not_locked(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: the lock stayed, and this process and all others waited for it without end."""
+    with monkeypatch.context() as patch:
+        patch.setattr(descriptors, "_stamp", lambda _: None)
+        with pytest.raises(OSError, match="does not say which directory"):
+            copies.claim("k-1")
+    partial = copies.claim("k-1")
+    assert partial is not None
+    partial.release()
 
 
 def test_threads_that_use_a_copy_at_once_hold_it_once(

@@ -301,9 +301,14 @@ class Copies:
 
 def _opened(path: str) -> OwnDescriptor | None:
     try:
-        return OwnDescriptor(os.open(path, _OPEN_DIRECTORY))
+        number = os.open(path, _OPEN_DIRECTORY)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    descriptor = OwnDescriptor(number)
+    if not descriptor.is_open():  # A lock on it would never be given up.
+        os.close(number)
+        raise OSError(errno.EIO, "its file system does not say which directory it is", path)
+    return descriptor
 
 
 def _unlock(descriptor: OwnDescriptor) -> None:
