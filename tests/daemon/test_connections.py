@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import socket
@@ -130,6 +131,18 @@ def test_a_peer_that_never_speaks_is_let_go(world: World) -> None:
 
 
 @pytest.mark.usefixtures("no_leak")
+def test_a_socket_without_a_name_is_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found: the thread ended, ZeroMQ's waited for it, and the daemon could not be stopped."""
+
+    class Nameless(socket.socket):
+        def getsockname(self) -> str:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    with socket.socket(socket.AF_UNIX) as other, monkeypatch.context() as patch:
+        patch.setattr(connections.socket, "socket", Nameless)
+        assert connection_at(other.fileno(), "x.sock") is None
+
+
 def test_a_number_may_be_anothers_by_now(world: World) -> None:
     """Found: of what was no socket any more, the duplicate stayed open."""
     world.connect(1)

@@ -46,8 +46,9 @@ def connection_at(descriptor: int, path: str) -> socket.socket | None:
     except OSError:  # no socket at all
         os.close(duplicate)
         return None
-    if connection.getsockname() == path:
-        return connection
+    with contextlib.suppress(OSError):  # some kinds of sockets have no names
+        if connection.getsockname() == path:
+            return connection
     connection.close()
     return None
 
