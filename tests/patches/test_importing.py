@@ -16,7 +16,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from trims_shim import diagnostics
+from trims_shim import diagnostics, patches
 from trims_shim.patches import importing
 from trims_shim.patches.importing import call_when_imported
 
@@ -223,6 +223,93 @@ def test_a_hook_that_comes_in_the_middle_of_the_import(module: MakeModule) -> No
     assert waited.seen == []
     importlib.import_module(module("waited_next", ""))
     assert waited.seen == [5]
+
+
+@pytest.fixture
+def overdue(module: MakeModule) -> Callable[[Callable[[], None]], None]:
+    """Register a hook in the middle of its module's import, which then ends."""
+
+    def register(hook: Callable[[], None]) -> None:
+        middle = ModuleType("waited_middle")
+        vars(middle)["come"] = lambda: call_when_imported("waited_early", hook)
+        sys.modules["waited_middle"] = middle
+        importlib.import_module(
+            module("waited_early", "import waited_middle\nwaited_middle.come()")
+        )
+
+    return register
+
+
+def test_other_threads_import_while_an_overdue_hook_runs(
+    module: MakeModule, overdue: Callable[[Callable[[], None]], None]
+) -> None:
+    module("waited_other", "")
+    ended: list[bool] = []
+
+    def import_elsewhere() -> None:
+        other = threading.Thread(target=importlib.import_module, args=("waited_other",))
+        other.start()
+        other.join(5)
+        ended.append(not other.is_alive())
+
+    overdue(import_elsewhere)
+    importlib.import_module(module("waited_next", ""))
+    assert ended == [True]
+
+
+def test_overdue_hooks_do_not_wait_for_a_thread_that_patches(
+    module: MakeModule,
+    overdue: Callable[[Callable[[], None]], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be waiting for the very import after which they would run."""
+    monkeypatch.setattr(importing, "lock", threading.RLock())  # interrupts in tests leave it held
+    seen: list[int] = []
+    overdue(lambda: seen.append(1))
+    has_lock, may_end = threading.Event(), threading.Event()
+
+    def patch() -> None:
+        with importing.lock:
+            has_lock.set()
+            may_end.wait(5)
+
+    patching = threading.Thread(target=patch)
+    patching.start()
+    has_lock.wait(5)
+    importlib.import_module(module("waited_next", ""))
+    assert seen == []
+    may_end.set()
+    patching.join()
+    importlib.import_module(module("waited_last", ""))
+    assert seen == [1]
+
+
+def test_who_patches_runs_overdue_hooks(
+    overdue: Callable[[Callable[[], None]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patches, "_is_enabled", patches._is_enabled)
+    seen: list[int] = []
+    overdue(lambda: seen.append(1))
+    patches.enable(())
+    assert seen == [1]
+
+
+def test_overdue_hooks_wait_until_modules_of_ours_are_whole(
+    module: MakeModule,
+    overdue: Callable[[Callable[[], None]], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+    overdue(lambda: seen.append(1))
+    half = ModuleType("trims_shim.half")
+    half.__spec__ = importlib.machinery.ModuleSpec(half.__name__, None)
+    vars(half.__spec__)["_initializing"] = True
+    monkeypatch.setitem(sys.modules, half.__name__, half)
+    importlib.import_module(module("waited_next", ""))
+    assert seen == []
+    vars(half.__spec__)["_initializing"] = False
+    importlib.import_module(module("waited_last", ""))
+    assert seen == [1]
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 15), reason="Python calls no load_module any more")

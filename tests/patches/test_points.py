@@ -18,7 +18,7 @@ from forks import passes_in_child
 
 from trims_shim import patches
 from trims_shim.errors import PatchError
-from trims_shim.patches import points
+from trims_shim.patches import importing, points
 from trims_shim.patches.importing import call_when_imported
 from trims_shim.patches.points import PatchPoint, PatchState, apply, rebind, resolve, undo
 
@@ -363,11 +363,11 @@ def test_what_a_module_has_written_itself() -> None:
 
 def test_a_child_can_patch_whatever_its_parent_was_doing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As at a fork while another thread patches, for longer than forks wait for it."""
-    monkeypatch.setattr(patches, "_lock", threading.RLock())  # interrupts in tests leave it held
+    monkeypatch.setattr(importing, "lock", threading.RLock())  # interrupts in tests leave it held
     begun, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with patches._lock:
+        with importing.lock:
             begun.set()
             done.wait(60)
 

@@ -10,11 +10,10 @@ import contextlib
 import contextvars
 import functools
 import importlib
-import os
 import sys
-import threading
 
 from trims_shim.late_imports import ensure_imported, no_fork
+from trims_shim.patches import importing
 from trims_shim.patches.importing import call_when_imported
 
 TYPE_CHECKING = False
@@ -93,15 +92,6 @@ overridden: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
 """Set by the context managers: True or False wins over :func:`enable` for this context."""
 
 
-def _forget_lock() -> None:
-    global _lock
-    _lock = threading.RLock()
-
-
-_lock = threading.RLock()
-# A fork waits for the thread that holds it, but not for ever, and the child does not have that.
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget_lock)
 _is_enabled = False
 _applied: dict[str, list[AppliedPatch]] = {}
 _requested: set[str] = set()
@@ -131,7 +121,7 @@ def enable(libraries: tuple[str, ...], *, elide_copies: bool = True) -> None:
     Without ``elide_copies``, load_state_dict is left alone.
     """
     global _is_enabled
-    with no_fork(), _lock:
+    with no_fork(), importing.lock:
         for patch_file, wanted_by, modules, _ in PATCH_FILES:
             if not set(wanted_by) & set(libraries) or patch_file in _requested:
                 continue
@@ -143,6 +133,7 @@ def enable(libraries: tuple[str, ...], *, elide_copies: bool = True) -> None:
             except BaseException:  # of a signal handler: who calls again wants it, too
                 _requested.discard(patch_file)
                 raise
+        importing.run_overdue()
         _is_enabled = True
 
 
@@ -162,7 +153,7 @@ def disable() -> None:
     """Put the originals back. A replacement that another tool has wrapped stays, inactive."""
     global _is_enabled
     ensure_imported("trims_shim.patches.points")
-    with no_fork(), _lock:
+    with no_fork(), importing.lock:
         _is_enabled = False
         keeps_guards = _is_any_shared()
         for patch_file, _, _, is_guard in PATCH_FILES:
@@ -179,19 +170,19 @@ def _is_any_shared() -> bool:
 
 def applied() -> dict[str, list[AppliedPatch]]:
     """Return the state of the patch points of each patch file whose library is imported."""
-    with _lock:
+    with importing.lock:
         return {patch_file: list(patches) for patch_file, patches in _applied.items()}
 
 
 def requested() -> frozenset[str]:
     """Return the patch files asked for, also those that wait for their library's import."""
-    with _lock:
+    with importing.lock:
         return frozenset(_requested)
 
 
 def _apply(patch_file: str) -> None:
     # A child forked in the middle would inherit a half-applied patch, and our lock held.
-    with no_fork(), _lock:
+    with no_fork(), importing.lock:
         from trims_shim.patches.points import apply
 
         if patch_file not in _requested or patch_file in _applied:

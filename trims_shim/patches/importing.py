@@ -11,7 +11,9 @@ take in all (docs/decisions/0003-no-wrapt.md).
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,13 +22,26 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from typing import Any
 
-__all__ = ["call_when_imported"]
+__all__ = ["call_when_imported", "lock", "run_overdue"]
 
+_OURS = "trims_shim."
 _hooks: dict[str, list[Callable[[], None]]] = {}
 _running: set[str] = set()
 """Modules whose code a :class:`_Loader` is running."""
 _told: list[Exception] = []
 """What :func:`_warn_of_removal` has told."""
+
+
+def _forget_lock() -> None:
+    global lock
+    lock = threading.RLock()
+
+
+lock = threading.RLock()
+"""Of who patches. It is held during imports: who waits for it must not hold what they may need."""
+# A fork waits for the thread that holds it, but not for ever, and the child does not have that.
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_lock)
 
 
 def call_when_imported(name: str, hook: Callable[[], None]) -> None:
@@ -54,14 +69,31 @@ def call_when_imported(name: str, hook: Callable[[], None]) -> None:
         _run_all(name)
 
 
-def _run_overdue() -> None:
+def run_overdue() -> None:
     """Run the hooks of modules whose import was under way when the hooks were registered.
 
-    Their loader had been chosen before, so the next import of any module runs the hooks.
+    Their loader had been chosen before, so the next import of any module runs the hooks; unless
+    another thread patches, which may be waiting for that module.
     """
-    for name in list(_hooks):
-        if _is_imported(name):
+    held = lock  # In a child that a hook forks it is another.
+    if not held.acquire(blocking=False):
+        return
+    try:
+        for name in _overdue():
             _run_all(name)
+    finally:
+        held.release()
+
+
+def _overdue() -> list[str]:
+    """None while modules of ours are half imported: hooks need these."""
+    due = [name for name in list(_hooks) if _is_imported(name)]
+    return due if due and not any(map(_is_half_ours, list(sys.modules))) else []
+
+
+def _is_half_ours(name: str) -> bool:
+    spec = getattr(sys.modules.get(name), "__spec__", None) if name.startswith(_OURS) else None
+    return getattr(spec, "_initializing", False)
 
 
 def _is_imported(name: str) -> bool:
@@ -143,8 +175,8 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        _run_overdue()
-        if name not in _hooks or name in self._searching:
+        # Hooks import, which could wait for ever here, as this thread has the lock of all imports.
+        if name in self._searching or not (name in _hooks or _overdue()):
             return None
         self._searching.add(name)
         try:
@@ -193,3 +225,4 @@ class _Loader:
         finally:
             _running.discard(name)
         _run_all(name)
+        run_overdue()
