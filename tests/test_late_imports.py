@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 from harness import PATIENCE_S
@@ -210,3 +214,32 @@ def test_an_import_from_another_version_that_was_installed_under_it(
     assert str(copy) in said
     hint = f"start this program again, as trims_shim {version} was installed under it"
     assert (hint in said) == (version == "99.0")
+
+
+def test_an_interrupt_at_any_line_leaves_no_thread_importing() -> None:
+    """Forks of other threads would wait a second for it, each of them."""
+
+    def raise_at(line: int) -> Callable[..., Any]:
+        lines = itertools.count()
+
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            if frame.f_code.co_filename == late_imports.__file__:
+                if event == "line" and next(lines) == line:
+                    raise KeyboardInterrupt
+                return trace
+            return None
+
+        return trace
+
+    before, line = sys.gettrace(), -1
+    for line in itertools.count():
+        try:
+            sys.settrace(raise_at(line))
+            with no_fork():
+                sys.settrace(before)
+            break
+        except KeyboardInterrupt:
+            assert late_imports._importing == {}
+        finally:
+            sys.settrace(before)
+    assert line > 3

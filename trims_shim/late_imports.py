@@ -77,28 +77,26 @@ def _check_installed(error: ImportError) -> None:
 def no_fork() -> Iterator[None]:
     """Make forks of other threads wait for the block; modules imported in it may fork."""
     thread = threading.get_ident()
-    is_outermost = thread not in _importing
+    depth = _importing.get(thread, 0)
     deadline = time.monotonic() + _LONGEST_S
-    _enter(thread)
-    # A nested block does not wait: a fork already waits for the outer one.
-    while is_outermost and set(_forking) - {thread} and time.monotonic() < deadline:
-        _leave(thread)
-        time.sleep(_POLL_S)
-        _enter(thread)
     try:
+        _importing[thread] = depth + 1
+        # A nested block does not wait: a fork already waits for the outer one.
+        while not depth and set(_forking) - {thread} and time.monotonic() < deadline:
+            _return_to(depth, thread)
+            time.sleep(_POLL_S)
+            _importing[thread] = depth + 1
         yield
     finally:
-        _leave(thread)
+        _return_to(depth, thread)
 
 
-def _enter(thread: int) -> None:
-    _importing[thread] = _importing.get(thread, 0) + 1
-
-
-def _leave(thread: int) -> None:
-    _importing[thread] -= 1
-    if not _importing[thread]:
-        del _importing[thread]
+def _return_to(depth: int, thread: int) -> None:
+    # Not a step down: an interrupt may have come before there was a step up.
+    if depth:
+        _importing[thread] = depth
+    else:
+        _importing.pop(thread, None)
 
 
 def _before_fork() -> None:
