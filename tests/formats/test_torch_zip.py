@@ -130,8 +130,11 @@ def _streamed(*, is_zip64: bool = False) -> bytes:
 @pytest.mark.parametrize("is_zip64", [False, True])
 def test_streamed_records_have_their_sizes_after_the_data_only(is_zip64: bool) -> None:
     data = _streamed(is_zip64=is_zip64)
+    size = 18
+    if is_zip64:  # Python 3.11.3 and earlier leave the sizes before it at zero
+        data = _patched(data, size, b"\xff" * 8)
+        size = 30 + len("a/data.pkl") + 4
     _assert_as_torch(data, read_archive(data))
-    size = 30 + len("a/data.pkl") + 4 if is_zip64 else 18
     with pytest.raises(CorruptFile, match="at the data"):
         read_archive(_patched(data, size, b"\x05"))
 
