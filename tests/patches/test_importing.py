@@ -312,6 +312,34 @@ def test_overdue_hooks_wait_until_modules_of_ours_are_whole(
     assert seen == [1]
 
 
+def test_what_is_no_module_is_imported_while_hooks_are_overdue(
+    overdue: Callable[[Callable[[], None]], None],
+) -> None:
+    """As JPype's packages: their loader makes objects of its own."""
+
+    class Bare:
+        __slots__ = ("value",)
+
+    class Loader:
+        def create_module(self, spec: object) -> Any:
+            return Bare()
+
+        def exec_module(self, module: Any) -> None:
+            module.value = 3
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, *_: Any) -> Any:
+            is_ours = name == "waited_bare"
+            return importlib.machinery.ModuleSpec(name, Loader()) if is_ours else None  # type: ignore[arg-type]
+
+    seen: list[int] = []
+    overdue(lambda: seen.append(1))
+    sys.meta_path.append(Finder())  # type: ignore[arg-type]
+    assert importlib.import_module("waited_bare").value == 3
+    assert seen == [1]
+
+
 @pytest.mark.skipif(sys.version_info >= (3, 15), reason="Python calls no load_module any more")
 @pytest.mark.filterwarnings("ignore:.*load_module:ImportWarning")
 @pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")

@@ -215,10 +215,11 @@ class _Loader:
 
     def exec_module(self, module: types.ModuleType) -> None:
         # Not the loader of another tool, which has wrapped this one.
-        for home, attribute in ((module, "__loader__"), (module.__spec__, "loader")):
+        spec = getattr(module, "__spec__", None)  # A loader may make objects of any kind.
+        for home, attribute in ((module, "__loader__"), (spec, "loader")):
             if getattr(home, attribute, None) is self:
                 setattr(home, attribute, self._loader)
-        name = module.__name__
+        name = getattr(module, "__name__", "")
         _running.add(name)
         try:
             self._loader.exec_module(module)
