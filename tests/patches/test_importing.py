@@ -312,6 +312,31 @@ def test_overdue_hooks_wait_until_modules_of_ours_are_whole(
     assert seen == [1]
 
 
+def test_an_interrupt_as_overdue_hooks_begin_leaves_the_lock_free(
+    overdue: Callable[[Callable[[], None]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other threads would wait for ever where they import a library that is patched."""
+
+    class Interrupted:
+        """An interrupt comes right after the lock has been taken."""
+
+        def __init__(self) -> None:
+            self._lock = threading.RLock()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._lock, name)
+
+        def acquire(self, *, blocking: bool) -> bool:
+            self._lock.acquire(blocking=blocking)
+            raise KeyboardInterrupt
+
+    overdue(lambda: None)
+    monkeypatch.setattr(importing, "lock", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        importing.run_overdue()
+    assert not importing.lock._is_owned()  # type: ignore[attr-defined]
+
+
 def test_what_is_no_module_is_imported_while_hooks_are_overdue(
     overdue: Callable[[Callable[[], None]], None],
 ) -> None:

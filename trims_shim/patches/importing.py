@@ -76,13 +76,15 @@ def run_overdue() -> None:
     another thread patches, which may be waiting for that module.
     """
     held = lock  # In a child that a hook forks it is another.
-    if not held.acquire(blocking=False):
-        return
+    is_outermost = not held._is_owned()  # type: ignore[attr-defined]
     try:
-        for name in _overdue():
-            _run_all(name)
+        if not is_outermost or held.acquire(blocking=False):
+            for name in _overdue():
+                _run_all(name)
     finally:
-        held.release()
+        # Not as acquire has said: an interrupt may have come before it was heard.
+        if is_outermost and held._is_owned():  # type: ignore[attr-defined]
+            held.release()
 
 
 def _overdue() -> list[str]:
