@@ -257,6 +257,28 @@ def test_other_threads_import_while_an_overdue_hook_runs(
     assert ended == [True]
 
 
+def test_overdue_hooks_do_not_run_while_a_finder_imports(
+    module: MakeModule, overdue: Callable[[Callable[[], None]], None]
+) -> None:
+    """As setuptools' for distutils: the interpreter's lock of all imports is held."""
+    helper = module("waited_helper", "")
+    is_searching: list[bool] = []
+    ended: list[bool] = []
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, *_: Any) -> None:
+            if name == "waited_next":
+                is_searching.append(True)
+                importlib.import_module(helper)
+                is_searching.clear()
+
+    overdue(lambda: ended.append(not is_searching))
+    sys.meta_path.insert(1, Finder())  # type: ignore[arg-type]
+    importlib.import_module(module("waited_next", ""))
+    assert ended == [True]
+
+
 def test_overdue_hooks_do_not_wait_for_a_thread_that_patches(
     module: MakeModule,
     overdue: Callable[[Callable[[], None]], None],

@@ -177,8 +177,9 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        # Hooks import, which could wait for ever here, as this thread has the lock of all imports.
-        if name in self._searching or not (name in _hooks or _overdue()):
+        # Hooks import, which could wait for ever here, as this thread has the lock of all imports:
+        # also those of modules that a finder behind this one imports.
+        if name in self._searching or not (name in _hooks or (not self._searching and _overdue())):
             return None
         self._searching.add(name)
         try:
