@@ -359,6 +359,19 @@ def test_an_interrupt_as_overdue_hooks_begin_leaves_the_lock_free(
     assert not importing.lock._is_owned()  # type: ignore[attr-defined]
 
 
+def test_modules_that_are_not_under_a_name(
+    module: MakeModule,
+    overdue: Callable[[Callable[[], None]], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+    overdue(lambda: seen.append(1))
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, 5, ModuleType("five"))  # type: ignore[arg-type]
+        importlib.import_module(module("waited_next", ""))
+    assert seen == [1]
+
+
 def test_what_is_no_module_is_imported_while_hooks_are_overdue(
     overdue: Callable[[Callable[[], None]], None],
 ) -> None:

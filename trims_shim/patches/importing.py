@@ -94,8 +94,9 @@ def _overdue() -> list[str]:
 
 
 def _is_half_ours(name: str) -> bool:
-    spec = getattr(sys.modules.get(name), "__spec__", None) if name.startswith(_OURS) else None
-    return getattr(spec, "_initializing", False)
+    if not str(name).startswith(_OURS):  # Programs may use keys that are no strings.
+        return False
+    return getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False)
 
 
 def _is_imported(name: str) -> bool:
