@@ -359,6 +359,30 @@ def test_an_interrupt_as_overdue_hooks_begin_leaves_the_lock_free(
     assert not importing.lock._is_owned()  # type: ignore[attr-defined]
 
 
+def test_an_interrupt_as_a_search_begins_is_over_with_it(module: MakeModule) -> None:
+    """The module was searched for ever: its hooks, and overdue ones, waited."""
+
+    class Interrupted(set[str]):
+        def add(self, name: str) -> None:
+            super().add(name)
+            if not interrupts:
+                interrupts.append(name)
+                raise KeyboardInterrupt
+
+    name = module("waited_searched", "")
+    interrupts: list[str] = []
+    seen: list[int] = []
+    finder = importing._Finder()
+    finder._searching = Interrupted()
+    others = [each for each in sys.meta_path if not isinstance(each, importing._Finder)]
+    sys.meta_path[:] = [finder, *others]
+    call_when_imported(name, lambda: seen.append(1))
+    with pytest.raises(KeyboardInterrupt):
+        importlib.import_module(name)
+    importlib.import_module(name)
+    assert (interrupts, seen) == ([name], [1])
+
+
 def test_modules_that_are_not_under_a_name(
     module: MakeModule,
     overdue: Callable[[Callable[[], None]], None],

@@ -182,8 +182,8 @@ class _Finder:
         # also those of modules that a finder behind this one imports.
         if name in self._searching or not (name in _hooks or (not self._searching and _overdue())):
             return None
-        self._searching.add(name)
         try:
+            self._searching.add(name)
             spec = self._ask_others(name, path, target)
         finally:
             self._searching.discard(name)
