@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.batching.waiting import LONG_S, Endless, Gate, wait_until
+from tests.batching.waiting import LONG_S, Endless, Gate, join, wait_until
 from trims_shim.batching import Batcher
 from trims_shim.batching.drivers.aio import AwaitedReply, LoopDispatch, Mailbox, ThreadLoop
 from trims_shim.batching.policies.window import Window
@@ -406,6 +406,34 @@ def test_where_no_thread_can_be_had_there_is_an_error(
             with pytest.raises(RuntimeError, match=r"adouble needs a thread .*batcher\.aio"):
                 batcher(1)
         assert [loop.is_closed() for loop in loops] == [True]
+        assert batcher(1) == 2
+
+
+@pytest.mark.parametrize("place", [(threading.Thread, "start"), (ThreadLoop, "start")])
+def test_an_interrupt_once_its_thread_lives_leaves_no_loop(
+    monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str]
+) -> None:
+    do, lives = getattr(*place), threading.Event()
+    threads: list[threading.Thread] = []
+
+    def interrupted(*args: Any) -> None:
+        do(*args)
+        lives.wait(LONG_S)
+        raise KeyboardInterrupt
+
+    def running(loop: Any, dispatch: Any) -> None:
+        threads.append(threading.current_thread())
+        loop.loop.call_soon(lives.set)
+        run_loop(loop, dispatch)
+
+    run_loop = ThreadLoop._run
+    monkeypatch.setattr(ThreadLoop, "_run", running)
+    with greedy(adouble) as batcher:
+        with monkeypatch.context() as patch:
+            patch.setattr(*place, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                batcher(1)
+        join(*threads)
         assert batcher(1) == 2
 
 

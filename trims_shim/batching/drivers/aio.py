@@ -35,7 +35,7 @@ from trims_shim.batching.drivers.replies import (
     deliver,
 )
 from trims_shim.batching.drivers.streams import END, StreamReply
-from trims_shim.batching.drivers.threads import JOIN_S
+from trims_shim.batching.drivers.threads import JOIN_S, is_first
 from trims_shim.batching.protocol import Request
 from trims_shim.errors import BatchingError
 from trims_shim.outcomes import in_words
@@ -492,6 +492,7 @@ class ThreadLoop:
         self._name = name
         """The name of the function."""
         self._is_ending = False
+        self._claim: list[None] = [None]
 
     def start(self, dispatch: weakref.ref[LoopDispatch]) -> None:
         """Run the loop, for this dispatch. Raises RuntimeError where no thread can be had."""
@@ -499,6 +500,9 @@ class ThreadLoop:
         try:
             threading.Thread(target=self._run, args=(dispatch,), name=name, daemon=True).start()
         except BaseException as error:
+            if not is_first(self._claim):
+                self.stop()  # of a signal handler: its thread lives
+                raise
             self.loop.close()
             if isinstance(error, RuntimeError):  # see ThreadDispatch._without_thread
                 raise RuntimeError(
@@ -519,6 +523,8 @@ class ThreadLoop:
             self.loop.stop()
 
     def _run(self, dispatch_ref: weakref.ref[LoopDispatch]) -> None:
+        if not is_first(self._claim):
+            return
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()

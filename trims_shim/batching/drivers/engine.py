@@ -136,8 +136,8 @@ class Engine:
                 thread = ThreadLoop(self.function.name)
                 made = LoopDispatch(self.function, self.options, thread.loop)
                 made.on_rest = thread.stop
-                thread.start(weakref.ref(made))
                 weakref.finalize(made, thread.stop).atexit = False
+                thread.start(weakref.ref(made))
                 if own is not None and self._own is own:
                     self._past.merge(own.record)
                     self._own = None

@@ -33,7 +33,7 @@ from trims_shim.batching.torch_settings import adopt_torch_threads
 from trims_shim.diagnostics import is_interrupt
 from trims_shim.errors import BatcherClosed, QueueFull
 
-__all__ = ["IDLE_S", "JOIN_S", "ThreadDispatch", "join", "join_workers", "living"]
+__all__ = ["IDLE_S", "JOIN_S", "ThreadDispatch", "is_first", "join", "join_workers", "living"]
 
 _logger = logging.getLogger(__name__)
 
@@ -343,7 +343,7 @@ class ThreadDispatch(Dispatch):
             self._workers[thread] = None
             _started[thread] = None
         except BaseException as error:
-            if not _is_first(claim):
+            if not is_first(claim):
                 raise  # its thread lives
             if not is_interrupt(error):
                 self._do_without(worker, self._without_thread(error))
@@ -447,7 +447,7 @@ class ThreadDispatch(Dispatch):
             self._keeper = None
 
 
-def _is_first(claim: list[None]) -> bool:
+def is_first(claim: list[None]) -> bool:
     """True for one of two threads."""
     try:
         claim.pop()
@@ -457,7 +457,7 @@ def _is_first(claim: list[None]) -> bool:
 
 
 def _begin(dispatch_ref: weakref.ref[ThreadDispatch], worker: Seat, claim: list[None]) -> None:
-    if _is_first(claim):
+    if is_first(claim):
         _live(dispatch_ref, worker)
 
 
