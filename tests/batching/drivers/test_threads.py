@@ -833,6 +833,29 @@ def test_an_interrupt_while_a_worker_is_started_keeps_no_device(
         assert batcher.submit(1).result(LONG_S) is not None
 
 
+def test_a_second_interrupt_while_a_worker_is_replaced_keeps_no_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    interrupts = [KeyboardInterrupt] * 2
+
+    def interrupted(do: Callable[..., object]) -> Callable[..., object]:
+        def raises(*args: object) -> object:
+            if interrupts:
+                raise interrupts.pop()
+            return do(*args)
+
+        return raises
+
+    with greedy(runners) as batcher:
+        with monkeypatch.context() as patch:
+            for owner, name in [(threading.Thread, "start"), (threads.ThreadDispatch, "_replace")]:
+                patch.setattr(owner, name, interrupted(getattr(owner, name)))
+            with pytest.raises(KeyboardInterrupt):
+                batcher.submit(1)
+        assert not interrupts
+        assert batcher.submit(1).result(LONG_S) is not None
+
+
 def test_a_callback_that_raises_no_exception_ends_no_worker(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

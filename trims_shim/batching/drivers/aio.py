@@ -492,7 +492,7 @@ class ThreadLoop:
         self._name = name
         """The name of the function."""
         self._is_ending = False
-        self._claim: list[None] = [None]
+        self._claim: dict[None, object] = {}
 
     def start(self, dispatch: weakref.ref[LoopDispatch]) -> None:
         """Run the loop, for this dispatch. Raises RuntimeError where no thread can be had."""
@@ -500,7 +500,7 @@ class ThreadLoop:
         try:
             threading.Thread(target=self._run, args=(dispatch,), name=name, daemon=True).start()
         except BaseException as error:
-            if not is_first(self._claim):
+            if not is_first(self._claim, self):
                 self.stop()  # of a signal handler: its thread lives
                 raise
             self.loop.close()
@@ -523,7 +523,7 @@ class ThreadLoop:
             self.loop.stop()
 
     def _run(self, dispatch_ref: weakref.ref[LoopDispatch]) -> None:
-        if not is_first(self._claim):
+        if not is_first(self._claim, self.loop):
             return
         asyncio.set_event_loop(self.loop)
         try:

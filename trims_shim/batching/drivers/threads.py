@@ -323,15 +323,18 @@ class ThreadDispatch(Dispatch):
 
     def _new_worker(self) -> Seat:
         worker = Seat()
-        claim: list[None] = [None]
+        claim: dict[None, object] = {}
         # First: a callback that is called after the same turn may wait for what it runs.
         self._outside.insert(0, lambda: self._start(worker, claim))
         self._starting[worker] = threading.get_ident()
         return worker
 
-    def _start(self, worker: Seat, claim: list[None]) -> None:
+    def _start(self, worker: Seat, claim: dict[None, object]) -> None:
         """Start its thread. It takes ``claim``, or this thread does, and then does without it."""
         try:
+            if claim.get(None) is self:  # it was interrupted below
+                self._replace(worker)
+                return
             self._starting[worker] = threading.get_ident()  # again, if this is done once more
             thread = threading.Thread(
                 target=_begin,
@@ -343,7 +346,7 @@ class ThreadDispatch(Dispatch):
             self._workers[thread] = None
             _started[thread] = None
         except BaseException as error:
-            if not is_first(claim):
+            if not is_first(claim, self):
                 raise  # its thread lives
             if not is_interrupt(error):
                 self._do_without(worker, self._without_thread(error))
@@ -447,17 +450,15 @@ class ThreadDispatch(Dispatch):
             self._keeper = None
 
 
-def is_first(claim: list[None]) -> bool:
-    """True for one of two threads."""
-    try:
-        claim.pop()
-    except IndexError:
-        return False
-    return True
+def is_first(claim: dict[None, object], me: object) -> bool:
+    """True for one of two threads, however often it asks; its own ``me`` says which one it is."""
+    return claim.setdefault(None, me) is me
 
 
-def _begin(dispatch_ref: weakref.ref[ThreadDispatch], worker: Seat, claim: list[None]) -> None:
-    if is_first(claim):
+def _begin(
+    dispatch_ref: weakref.ref[ThreadDispatch], worker: Seat, claim: dict[None, object]
+) -> None:
+    if is_first(claim, worker):
         _live(dispatch_ref, worker)
 
 
