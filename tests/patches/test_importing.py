@@ -293,11 +293,11 @@ def test_overdue_hooks_do_not_wait_for_a_thread_that_patches(
     def patch() -> None:
         with importing.lock:
             has_lock.set()
-            may_end.wait(5)
+            may_end.wait(60)
 
     patching = threading.Thread(target=patch)
     patching.start()
-    has_lock.wait(5)
+    has_lock.wait(60)
     importlib.import_module(module("waited_next", ""))
     assert seen == []
     may_end.set()
