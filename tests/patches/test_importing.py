@@ -21,6 +21,7 @@ from trims_shim.patches import importing
 from trims_shim.patches.importing import call_when_imported
 
 MakeModule = Callable[[str, str], str]
+Overdue = Callable[[Callable[[], None]], None]
 
 
 @pytest.fixture
@@ -226,7 +227,7 @@ def test_a_hook_that_comes_in_the_middle_of_the_import(module: MakeModule) -> No
 
 
 @pytest.fixture
-def overdue(module: MakeModule) -> Callable[[Callable[[], None]], None]:
+def overdue(module: MakeModule) -> Overdue:
     """Register a hook in the middle of its module's import, which then ends."""
 
     def register(hook: Callable[[], None]) -> None:
@@ -241,7 +242,7 @@ def overdue(module: MakeModule) -> Callable[[Callable[[], None]], None]:
 
 
 def test_other_threads_import_while_an_overdue_hook_runs(
-    module: MakeModule, overdue: Callable[[Callable[[], None]], None]
+    module: MakeModule, overdue: Overdue
 ) -> None:
     module("waited_other", "")
     ended: list[bool] = []
@@ -258,7 +259,7 @@ def test_other_threads_import_while_an_overdue_hook_runs(
 
 
 def test_overdue_hooks_do_not_run_while_a_finder_imports(
-    module: MakeModule, overdue: Callable[[Callable[[], None]], None]
+    module: MakeModule, overdue: Overdue
 ) -> None:
     """As setuptools' for distutils: the interpreter's lock of all imports is held."""
     helper = module("waited_helper", "")
@@ -281,7 +282,7 @@ def test_overdue_hooks_do_not_run_while_a_finder_imports(
 
 def test_overdue_hooks_do_not_wait_for_a_thread_that_patches(
     module: MakeModule,
-    overdue: Callable[[Callable[[], None]], None],
+    overdue: Overdue,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It may be waiting for the very import after which they would run."""
@@ -306,9 +307,7 @@ def test_overdue_hooks_do_not_wait_for_a_thread_that_patches(
     assert seen == [1]
 
 
-def test_who_patches_runs_overdue_hooks(
-    overdue: Callable[[Callable[[], None]], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_patches_runs_overdue_hooks(overdue: Overdue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patches, "_is_enabled", patches._is_enabled)
     seen: list[int] = []
     overdue(lambda: seen.append(1))
@@ -318,7 +317,7 @@ def test_who_patches_runs_overdue_hooks(
 
 def test_overdue_hooks_wait_until_modules_of_ours_are_whole(
     module: MakeModule,
-    overdue: Callable[[Callable[[], None]], None],
+    overdue: Overdue,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[int] = []
@@ -335,7 +334,7 @@ def test_overdue_hooks_wait_until_modules_of_ours_are_whole(
 
 
 def test_an_interrupt_as_overdue_hooks_begin_leaves_the_lock_free(
-    overdue: Callable[[Callable[[], None]], None], monkeypatch: pytest.MonkeyPatch
+    overdue: Overdue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other threads would wait for ever where they import a library that is patched."""
 
@@ -385,7 +384,7 @@ def test_an_interrupt_as_a_search_begins_is_over_with_it(module: MakeModule) -> 
 
 def test_modules_that_are_not_under_a_name(
     module: MakeModule,
-    overdue: Callable[[Callable[[], None]], None],
+    overdue: Overdue,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[int] = []
@@ -397,7 +396,7 @@ def test_modules_that_are_not_under_a_name(
 
 
 def test_what_is_no_module_is_imported_while_hooks_are_overdue(
-    overdue: Callable[[Callable[[], None]], None],
+    overdue: Overdue,
 ) -> None:
     """As JPype's packages: their loader makes objects of its own."""
 

@@ -594,7 +594,9 @@ def _connect(endpoint: Endpoint, *, timeout_s: float) -> socket.socket:
     endpoint.check_path()
     endpoint.check_owner()
     try:
-        connection = handover.new_socket()
+        # What a program prints to a stream that it has closed would go to the daemon.
+        with above_streams():
+            connection = handover.new_socket()
     except OSError as error:
         raise DaemonUnavailable(f"no socket can be opened: {error}") from error
     connection.settimeout(timeout_s)

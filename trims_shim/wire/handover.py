@@ -10,7 +10,6 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
-import fcntl
 import os
 import select
 import socket
@@ -38,8 +37,6 @@ __all__ = [
 
 _CREDENTIALS = struct.Struct("i2I")
 """A process, its user and its group. Numbers of users go up to 2**32 - 2."""
-_STREAMS = 3
-"""Standard input, output and error."""
 _DESCRIPTORS_OF_A_PACKET = 253
 """SCM_MAX_FD (linux/include/net/scm.h)."""
 # Room for more than allowed, so that surplus descriptors are received, not truncated: the kernel
@@ -68,15 +65,8 @@ class Packet(NamedTuple):
 
 
 def new_socket() -> socket.socket:
-    """Make an unconnected handover socket; as all of Python's, it is closed on exec.
-
-    It is above the standard streams. A program may have closed its own, and print all the same.
-    """
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if made.fileno() >= _STREAMS:
-        return made
-    with made:
-        return socket.socket(fileno=fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, _STREAMS))
+    """Make an unconnected handover socket; as all of Python's, it is closed on exec."""
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def peer_of(connection: socket.socket) -> Peer:
