@@ -55,4 +55,4 @@ dist:
 	scripts/dist.sh dist $(or $(PYTHONS),$(PYTHON))
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .venv-peers build dist *.egg-info trims_shim/_native*.so
