@@ -48,6 +48,7 @@ def test_objectives_are_for_all_families_or_for_each() -> None:
     own, slo_ns = _with_objectives(PROBLEM, {"cats": 90})
     assert slo_ns == {"cats": 90 * MS, "dogs": NEVER_NS}
     assert [each.variant for each in own.options] == ["small", "other"]
+    assert _with_objectives(PROBLEM, {"cats": 90, "dogs": None}) == (own, slo_ns)
     unlimited, slo_ns = _with_objectives(PROBLEM, None)
     assert unlimited.options == PROBLEM.options
     assert set(slo_ns.values()) == {NEVER_NS}

@@ -37,7 +37,7 @@ def deploy(
     problem: Problem | str | os.PathLike[str],
     loaders: Mapping[str, Loader],
     *,
-    slo_ms: float | Mapping[str, float] | None = None,
+    slo_ms: float | Mapping[str, float | None] | None = None,
     headroom: float = 1.5,
     replan_s: float | None = None,
     actor_options: Mapping[str, Mapping[str, Any]] | None = None,
@@ -52,8 +52,8 @@ def deploy(
     ``trims plan proteus``, which has the objectives of families, too.
     ``loaders``: by the names of variants. A loader runs in an actor. It is given the device for
     torch (``"cuda"`` or ``"cpu"``) and returns a function of batches.
-    ``slo_ms``: the objective, one for all families or one for each; None for no limit. Batches take
-    less than half of it.
+    ``slo_ms``: the objective, one for all families or one for each; None for no limit, as of those
+    that are left out. Batches take less than half of it.
     ``headroom``: how many times its demand each family's devices can answer.
     ``replan_s``: estimate the demand and plan again after this time, and at bursts; None for never.
     ``actor_options``: by the kind of device, options of its actors for Ray. By default an actor
@@ -130,7 +130,8 @@ def deploy(
 
 
 def _with_objectives(
-    problem: Problem | str | os.PathLike[str], slo_ms: float | Mapping[str, float] | None
+    problem: Problem | str | os.PathLike[str],
+    slo_ms: float | Mapping[str, float | None] | None,
 ) -> tuple[Problem, dict[str, int]]:
     """Return the problem with the options that fit the objectives, and these by family."""
     if not isinstance(problem, Problem):
@@ -139,12 +140,12 @@ def _with_objectives(
         found = read_cluster(os.fspath(problem))
         return found.problem, {family: objective_ns(ms) for family, ms in found.slo_ms.items()}
     families = list(problem.demand_qps)
-    if not isinstance(slo_ms, Mapping):
-        slo_ms = {} if slo_ms is None else dict.fromkeys(families, slo_ms)
-    if foreign := set(slo_ms) - set(families):
+    of_families = slo_ms if isinstance(slo_ms, Mapping) else dict.fromkeys(families, slo_ms)
+    if foreign := set(of_families) - set(families):
         raise ValueError(f"slo_ms has {', '.join(map(repr, sorted(foreign)))}, which is no family")
-    slo_ns = {family: objective_ns(slo_ms.get(family, math.inf)) for family in families}
-    fitting = (each.within(slo_ms.get(each.family, math.inf)) for each in problem.options)
+    slo_ns = {family: objective_ns(of_families.get(family)) for family in families}
+    limits_ms = {family: ms for family, ms in of_families.items() if ms is not None}
+    fitting = (each.within(limits_ms.get(each.family, math.inf)) for each in problem.options)
     options = [option for option in fitting if option is not None]
     return dataclasses.replace(problem, options=options), slo_ns
 
