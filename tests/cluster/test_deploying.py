@@ -82,11 +82,15 @@ def test_what_a_device_takes_by_default() -> None:
         ({"replan_s": 0}, "replan_s is 0"),
         ({"replan_s": math.nan}, "replan_s"),
         ({"queue_size": 0}, "queue_size is 0"),
+        ({"policy": "autoo"}, "there is no policy 'autoo'"),
         ({"headroom": 0}, "a headroom of 0"),
         ({"loaders": {"small": load}}, "none for large, other"),
     ],
 )
-def test_unusable_arguments_are_refused(options: dict[str, object], message: str) -> None:
+def test_unusable_arguments_are_refused(
+    options: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ValueError, match=message):
         deploy(PROBLEM, **{"loaders": LOADERS, **options})  # type: ignore[arg-type]
 

@@ -15,6 +15,7 @@ from concurrent import futures
 from typing import Any
 
 from trims_shim.batching.arguments import objective_ns, patience_s, whole
+from trims_shim.batching.policies.registry import rule_maker
 from trims_shim.cluster.actor import DeviceActor, Loader
 from trims_shim.cluster.driving import Driver
 from trims_shim.cluster.fleet import Fleet
@@ -87,6 +88,8 @@ def deploy(
         if not replan_s > 0:
             raise ValueError(f"replan_s is {replan_s}; None is for never")
     start_timeout_s = patience_s("start_timeout_s", start_timeout_s)
+    if policy is not None:
+        rule_maker(policy)  # raises here, not as an error of each loader
     plan = functools.partial(plan_proteus, headroom=headroom)
     placement = plan(problem)
     kinds = [kind for kind, count in problem.devices.items() for _ in range(count)]
