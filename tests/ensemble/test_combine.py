@@ -123,6 +123,7 @@ def test_none_and_functions_get_all_outputs() -> None:
     [
         ("mean", (np.zeros((2, 3)), np.zeros((2, 4))), r"return \(2, 3\) and \(2, 4\)"),
         ("mean", (["a"], ["b"]), "mean of a list"),
+        ("mean", (np.ones(1), ["b"]), "mean of a list"),
         ("mean", ({"a": np.ones(2)}, {"a": np.ones(2), "b": np.ones(2)}), r"'a'\] and \['a', 'b'"),
         ("mean", ({"a": np.ones(2), "b": np.ones(2)}, {"a": np.ones(2)}), r"'a'\] and \['a', 'b'"),
         ("mean", (np.ones(2), {"a": np.ones(2)}), r"parts \[\] and \['a'\]"),

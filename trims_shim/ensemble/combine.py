@@ -42,13 +42,13 @@ def combine_of(rule: str | Combine, weights: Mapping[str, float]) -> Combine:
 def _mean(values: Sequence[Any], shares: Sequence[float]) -> Any:
     _check_parts(values)
     first = values[0]
-    if library_of(first) is not None:
+    others = [value for value in values if library_of(value) is None]
+    if not others:
         return _mean_array(values, shares)
     parts = parts_of(first)
     if parts is None:
-        raise TypeError(
-            f"the mean of a {type(first).__name__} is not defined; give a function as `combine`"
-        )
+        kind = type(others[0]).__name__
+        raise TypeError(f"the mean of a {kind} is not defined; give a function as `combine`")
     return with_parts(
         first, {name: _mean([part_of(value, name) for value in values], shares) for name in parts}
     )
