@@ -140,7 +140,8 @@ class Ensemble:
         """The combined result of all members for ``samples``, an array ``[n, ...]`` or more.
 
         Arrays, tensors, lists of n things, and mappings, tuples and dataclasses of these. Blocks.
-        Raises ValueError for no samples, MemberFailed if a member fails, EnsembleError when closed.
+        Raises ValueError for no samples, MemberFailed if a member fails, EnsembleError when closed,
+        and what combining their outputs raises.
         """
         return self.submit(samples).result()
 

@@ -107,7 +107,8 @@ def optimise(
     there is none, some elements of the best one are changed at random, and it goes on from there.
     In the end, workers and parts of batches that gain next to nothing are left out. The same
     ``random`` (by default one of a fixed seed) gives the same allocation. Raises PlanningError if a
-    member finds no room, and ValueError for a ``start`` that has none or lacks a member.
+    member finds no room, or latencies are missing, and ValueError for a ``start`` that has none or
+    lacks a member.
     """
     return _Search(problem, random or Random(1), tries).run(_checked(problem, start))
 
