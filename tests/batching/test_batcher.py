@@ -202,9 +202,10 @@ def test_an_impossible_update_is_refused_and_changes_nothing() -> None:
     with greedy(double) as batcher:
         for size, error in ((0, ValueError), (1.5, TypeError), (10**9, ValueError)):
             with pytest.raises(error, match="max_batch_size"):
-                batcher.update(max_batch_size=size)  # type: ignore[arg-type]
+                batcher.update(slo_ms=50, max_batch_size=size)  # type: ignore[arg-type]
         assert batcher(2) == 4
         assert batcher.max_batch_size == 32
+        assert batcher.slo_ms is None
 
 
 def test_not_a_function_and_no_item() -> None:

@@ -490,10 +490,11 @@ class Batcher(Generic[Item, Result, Piece]):
 
         What is left out stays as it is.
         """
-        if not isinstance(slo_ms, EllipsisType):
-            self._engine.slo_ns = objective_ns(slo_ms)
+        slo_ns = None if isinstance(slo_ms, EllipsisType) else objective_ns(slo_ms)
         if max_batch_size is not None:
             self._engine.resize(whole("max_batch_size", max_batch_size))
+        if slo_ns is not None:
+            self._engine.slo_ns = slo_ns
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Wait until all requests made until now are answered. Raises TimeoutError.
