@@ -60,6 +60,12 @@ def test_no_list(given: Any) -> None:
         find_devices(given)
 
 
+@pytest.mark.parametrize("given", [0, None])
+def test_no_name(given: Any) -> None:
+    with pytest.raises(TypeError, match=f"a device is {given!r}; give its name"):
+        find_devices(["cpu", given])
+
+
 @pytest.mark.parametrize("name", ["tpu:0", "cuda:x", "", "gpu"])
 def test_unknown_names(name: str) -> None:
     with pytest.raises(ValueError, match="is no device; there are cpu, cpu:0-3"):

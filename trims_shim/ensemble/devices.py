@@ -30,8 +30,8 @@ def find_devices(names: Sequence[str | Device] | None = None) -> list[Device]:
 
     Without names, the GPUs that this process may use, and the processor, which is kept in reserve
     beside GPUs. Memory is what is free now. Raises ValueError for no or another name, or a core or
-    GPU that is not there, TypeError for what is no list, EnsembleError if it cannot be known which
-    GPUs there are.
+    GPU that is not there, TypeError for what is no list of names and :class:`Device`, EnsembleError
+    if it cannot be known which GPUs there are.
     """
     if isinstance(names, (str, int)):
         raise TypeError(f"devices is {names!r}; it has to be a list of names, such as ['cpu:0-3']")
@@ -41,10 +41,14 @@ def find_devices(names: Sequence[str | Device] | None = None) -> list[Device]:
     gpus = cache(_gpus)  # asked once, if at all
     if names is None:
         return [*gpus(), Device("cpu", memory_bytes, is_reserve=bool(gpus()))]
-    return [_named(each, memory_bytes, gpus) if isinstance(each, str) else each for each in names]
+    return [_named(each, memory_bytes, gpus) for each in names]
 
 
-def _named(name: str, memory_bytes: int, gpus: Callable[[], list[Device]]) -> Device:
+def _named(name: str | Device, memory_bytes: int, gpus: Callable[[], list[Device]]) -> Device:
+    if isinstance(name, Device):
+        return name
+    if not isinstance(name, str):
+        raise TypeError(f"a device is {name!r}; give its name, such as 'cpu:0-3' or 'cuda:1'")
     kind, _, index = name.partition(":")
     if kind == "cpu":
         cores_of(name)
