@@ -288,7 +288,7 @@ def test_a_bad_problem_names_the_entry(
         (
             "groups = 2",
             "groups = 1",
-            "do not fit in the memory of the groups (at most 1): allow for",
+            "do not fit in the groups (at most 1), by memory or affinity: allow for",
         ),
     ],
 )

@@ -296,7 +296,7 @@ def test_many_models_that_do_not_fit_by_a_hair_are_excluded_together(
 
 def test_groups_that_have_no_device_each_are_no_room() -> None:
     streams = {"one": Stream("a", 1), "two": Stream("c", 1)}
-    with pytest.raises(PlanningError, match=r"\(at most 1\): .* more devices"):
+    with pytest.raises(PlanningError, match=r"at most 1\), by memory or affinity: .* more devices"):
         plan_herd(streams, MODELS, devices=1, memory_bytes=20, groups=2)
 
 

@@ -138,8 +138,9 @@ def plan_herd(
     found = herd.maximise(herd.tolerance(), gap=gap, time_limit_s=time_limit_s)
     if found is None:
         raise PlanningError(
-            f"the models do not fit in the memory of the groups (at most {min(groups, devices)}): "
-            "allow for more of them, or for more devices or memory; or give the solver more time"
+            f"the models do not fit in the groups (at most {min(groups, devices)}), by memory or "
+            "affinity: allow for more of them, or for more devices or memory; or give the solver "
+            "more time"
         )
     plan = _plan(herd.groups(found), streams, needed)
     if of_paper:
