@@ -74,7 +74,8 @@ class FlexBatcher(Batcher[str, Any]):
     :func:`~trims_shim.batching.flex.exit_points.exit_point` makes more exit points.
 
     ``slo_ms``: the time in which an answer is wanted; a number for all, or one for each model by
-    name; ``update(slo_ms=...)`` sets one for all, or ends all with None.
+    name, and then :attr:`slo_ms` is None; ``update(slo_ms=...)`` sets one for all, or ends all with
+    None.
     ``devices``: how many batches run at once, or the names of the devices, ``"cuda:0"`` or
     ``"cpu"``. A model that has a copy of its stages on each of several devices is given as a
     mapping of device names to stages.
