@@ -119,8 +119,9 @@ class Batcher(Generic[Item, Result, Piece]):
     ``when_late``: what becomes of requests that the policy gives up: dropped with
     :class:`~trims_shim.errors.RequestDropped`, or served when nothing else is left.
     ``isolate_failures``: halve a failing batch until each failing item is alone.
-    ``weight``: a function that returns an item's weight; ``max_batch_weight``: the most that the
-    items of a batch may weigh together. One that weighs more runs alone.
+    ``weight``: a function that returns an item's weight, of all its arguments;
+    ``max_batch_weight``: the most that the items of a batch may weigh together. One that weighs
+    more runs alone.
     ``devices``: how many batches run at once, 1 by default. For a model in stages: how many of its
     stages run at once, each with one batch, or names of devices (``["cuda:0", "cuda:0"]`` are two
     streams). The default is then 1 on a CPU, and 2 if its parameters are on a GPU; policies of
