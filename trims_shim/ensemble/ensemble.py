@@ -59,7 +59,9 @@ class EnsembleStats:
     """What an ensemble has done so far."""
 
     samples: int
+    """Sent to members, those of calls that fail included."""
     batches: int
+    """Sent to workers, once more if one has died with it."""
     restarts: int
     """How many workers have died and were started again."""
     workers: tuple[Worker, ...]
