@@ -20,7 +20,15 @@ from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
 from trims_shim.client import device_arenas
 from trims_shim.client.cache import Cache
-from trims_shim.errors import DaemonUnavailable, DriverFailure, NoSpace, UnknownDevice
+from trims_shim.errors import (
+    AccessDenied,
+    DaemonUnavailable,
+    DriverFailure,
+    NoSpace,
+    TrimsError,
+    UnknownDevice,
+    UnknownImage,
+)
 from trims_shim.inspection import Description, DeviceFound, DeviceSupport
 from trims_shim.wire.admin import (
     DeviceStatus,
@@ -343,6 +351,32 @@ def test_evict_says_what_prepared_models_cannot_be_removed(
     captured = capsys.readouterr()
     assert json.loads(captured.out)["digests"] == ["a" * 64]
     assert "prepared models cannot be removed" in captured.err
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize(
+    ("prepared", "said"),
+    [
+        (UnknownImage("aaaaaa means 2 models"), "no resident image; aaaaaa means 2 models"),
+        (AccessDenied("not yours"), "no resident image"),
+    ],
+)
+def test_evict_says_why_no_model_is_meant(
+    prepared: TrimsError,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Found: of prepared models nothing was said, and `trims ls` does not show them."""
+
+    def request(_: Cache, message: Any) -> Any:
+        if isinstance(message, EvictPreparedRequest):
+            raise prepared
+        raise UnknownImage("no resident image")
+
+    monkeypatch.setattr(Cache, "request", request)
+    assert main(["evict", "aaaaaa"]) == Exit.FAILED
+    assert capsys.readouterr().err == f"trims: {said}\n"
 
 
 @pytest.mark.usefixtures("daemon")

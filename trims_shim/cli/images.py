@@ -339,7 +339,7 @@ def _evict(
                 raise
             problem = error
     if len(unknown) == (1 if tier else 2):
-        raise unknown[0]
+        raise UnknownImage("; ".join(str(e) for e in unknown if isinstance(e, UnknownImage)))
     return images, prepared, problem
 
 

@@ -318,8 +318,8 @@ def _add_steering(commands: Commands[argparse.ArgumentParser]) -> None:
         remote = ", or remote (copies on disk)" if parser is evict else ""
         where.add_argument("--tier", metavar="TIER", help=f"only there: host, or a device{remote}")
         which = parser.add_mutually_exclusive_group(required=True)
-        more = "; or a URL, or digits of a prepared model's key" if parser is evict else ""
-        _add_image(which, nargs="?", more=more)
+        more = "; or a URL, or digits of a prepared model's key (see `trims status`)"
+        _add_image(which, nargs="?", more=more if parser is evict else "")
         which.add_argument("--all", action="store_true", help="every image")
     stop = add_command(
         commands,
