@@ -179,7 +179,7 @@ def test_a_daemon_that_says_nothing_is_not_waited_for(
     endpoint: Endpoint, run_instead: Callable[[str], None]
 ) -> None:
     run_instead("exec sleep 2")
-    with pytest.raises(DaemonTimeout, match="did not report in time"):
+    with pytest.raises(DaemonTimeout, match="in time; raise TRIMS_START_TIMEOUT"):
         spawn.start(endpoint, timeout_s=0.1)
 
 

@@ -119,7 +119,7 @@ def _start_lock(endpoint: Endpoint, deadline: float) -> Iterator[tuple[int | Non
             if time.monotonic() > deadline:
                 raise DaemonTimeout(
                     f"another process has been starting the daemon in {endpoint.directory} for "
-                    f"too long; see {endpoint.log}"
+                    f"too long; raise TRIMS_START_TIMEOUT, or see {endpoint.log}"
                 )
             time.sleep(_POLL_S)
         is_served = has_waited and endpoint.stamp() not in (None, before)
@@ -266,7 +266,10 @@ def _read_line(reader: int, deadline: float, endpoint: Endpoint) -> str:
     while not data.endswith(b"\n"):
         left = deadline - time.monotonic()
         if left <= 0 or not wait_until_ready(reader, left):
-            raise DaemonTimeout(f"the daemon did not report in time; see {endpoint.log}")
+            raise DaemonTimeout(
+                "the daemon did not report in time; raise TRIMS_START_TIMEOUT, or see "
+                f"{endpoint.log}"
+            )
         chunk = os.read(reader, 4096)
         if not chunk:
             break
