@@ -52,8 +52,8 @@ A setting's value comes from the first of these that has one:
 4. the default.
 
 `trims info` shows each value and where it comes from. If a `TRIMS_*` variable or a key is unknown
-or its value unclear, the program runs without the shim, with one warning, and `trims` commands
-that need the cache end with status 2.
+or its value unclear, the program runs without the shim, with one warning of each process that
+imports it (`trims run` is one, too), and `trims` commands that need the cache end with status 2.
 
 - **When it is read.** A process reads its settings once, when it imports `trims_shim`. Settings
   marked *daemon* are read when the daemon starts: `trims stop` to apply a change. (Batchers and
