@@ -80,6 +80,17 @@ def test_the_command_that_pins_a_cold_file_can_be_run_as_it_is_said(
     assert shlex.split(command) == ["trims", "warm", "--pin", str(cold)]
 
 
+@pytest.mark.parametrize("command", ["pin", "unpin", "verify"])
+def test_a_url_names_no_image(warmed: Trims, command: str) -> None:
+    """Found: it was taken for a path, below the current directory."""
+    done = warmed(command, "https://me:secret@models.example/a b.pt")
+    assert done.returncode == Exit.FAILED
+    assert "secret" not in done.stderr
+    assert os.getcwd() not in done.stderr
+    _, said, _ = done.stderr.split("`")
+    assert shlex.split(said)[:2] == ["trims", "fetch"]
+
+
 @pytest.mark.parametrize("more", [(), ("--json",)])
 def test_names_found_in_a_directory_steer_no_terminal(
     warmed: Trims, tmp_path: Path, more: tuple[str, ...]

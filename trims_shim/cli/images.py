@@ -393,6 +393,11 @@ def _tier_of(arguments: argparse.Namespace) -> str:
 
 def _name_of(text: str) -> str:
     """An image's name at the daemon: paths become absolute, digests stay what they are."""
+    if is_url(text):
+        url = shown(text)
+        raise UnknownImage(
+            f"{url}: name its local file; `trims fetch {shlex.quote(url)}` prints the path"
+        )
     return os.path.abspath(text) if os.sep in text or os.path.exists(text) else text
 
 
