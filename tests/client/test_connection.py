@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
@@ -47,7 +48,7 @@ class Daemon:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.control = self.context.socket(zmq.ROUTER)
         self.control.bind(f"ipc://{self.endpoint.control(INSTANCE)}")
-        self.control.setsockopt(zmq.RCVTIMEO, 10_000)
+        self.control.setsockopt(zmq.RCVTIMEO, round(PATIENCE_S * 1e3))
         self.control.setsockopt(zmq.LINGER, 0)
         self.requests: list[messages.OpenImageRequest] = []
         self.files: list[tuple[int, int]] = []
@@ -91,7 +92,7 @@ class Daemon:
         handover.send(self.peer, messages.Goodbye("because"))
 
     def await_packet(self) -> None:
-        assert select.select([self.peer], [], [], 10)[0]
+        assert select.select([self.peer], [], [], PATIENCE_S)[0]
 
     def _serve(self, turns: tuple[Callable[[int], None], ...]) -> None:
         self.accept()
@@ -114,7 +115,7 @@ class Daemon:
             turn(offer.message.ticket)
 
     def hear(self) -> handover.Packet:
-        self.peer.settimeout(10)
+        self.peer.settimeout(PATIENCE_S)
         packet = handover.receive(self.peer)
         assert packet is not None
         return packet
@@ -138,6 +139,10 @@ class Daemon:
     def open_parts(self) -> list[int]:
         """Descriptors of parts that this process (which is both ends) has open in the end."""
         self.thread.join(PATIENCE_S)  # what it has sent last is still open there
+        return self.files_open()
+
+    def files_open(self) -> list[int]:
+        """Those of this moment."""
         found = []
         for name in os.listdir("/proc/self/fd"):
             try:
@@ -173,7 +178,9 @@ def daemon(socket_directory: Path, no_leak: None) -> Iterator[Daemon]:
 class Opening:
     """A client that opens ``/dev/null`` at a tier, against the turns of a daemon."""
 
-    def __init__(self, daemon: Daemon, *turns: Callable[[int], None], stall: float = 5) -> None:
+    def __init__(
+        self, daemon: Daemon, *turns: Callable[[int], None], stall: float = PATIENCE_S
+    ) -> None:
         self.thread = daemon.serve(*turns)
         self.connection = Connection(daemon.endpoint, stall_timeout_s=stall)
 
@@ -184,6 +191,20 @@ class Opening:
     def open_aligned(self) -> connections.Granted | None:
         with open(os.devnull, "rb") as file:
             return self.connection.open_aligned(file.fileno(), "m", 8)
+
+    @contextlib.contextmanager
+    def stalling(self) -> Iterator[None]:
+        """Requests within the block are soon given up; what comes before them may take its time."""
+
+        def give_up_soon(message: Any) -> Any:
+            self.connection._stall_timeout_s = 0.3
+            return request(message)
+
+        request = self.connection._request
+        self.connection._request = give_up_soon  # type: ignore[method-assign]
+        yield
+        self.connection._request = request  # type: ignore[method-assign]
+        self.connection._stall_timeout_s = PATIENCE_S
 
     def __enter__(self) -> Opening:
         return self
@@ -267,8 +288,10 @@ def test_a_grant_that_does_not_fit(daemon: Daemon, name: str) -> None:
             daemon.grant(ticket, part)
         daemon.reply(answer)
 
-    with Opening(daemon, turn, stall=1) as opening, pytest.raises(WireError, match=message):
-        opening.open()
+    with Opening(daemon, turn) as opening:
+        opening.connection._answer_timeout_s = 1  # for parts that do not come
+        with pytest.raises(WireError, match=message):
+            opening.open()
     assert daemon.open_parts() == []
 
 
@@ -289,8 +312,9 @@ def test_parts_of_a_refused_request(daemon: Daemon) -> None:
     def turn(ticket: int) -> None:
         daemon.grant(ticket)
         daemon.grant(ticket, 1)
-        # Ours to receive before the refusal is; the control socket would win otherwise.
-        threading.Timer(0.2, daemon.reply, [messages.ErrorReply("NoSpace", "full")]).start()
+        # Received before the refusal comes; the control socket would win otherwise.
+        wait_until(lambda: len(daemon.files_open()) == 2)
+        daemon.reply(messages.ErrorReply("NoSpace", "full"))
 
     with Opening(daemon, turn) as opening:
         with pytest.raises(NoSpace, match="full"):
@@ -349,8 +373,8 @@ def test_parts_of_a_load_that_stalls(daemon: Daemon) -> None:
         for part in range(3):
             daemon.grant(ticket, part)
 
-    with Opening(daemon, turn, stall=0.3) as opening:
-        with pytest.raises(DaemonTimeout, match="no progress"):
+    with Opening(daemon, turn) as opening:
+        with opening.stalling(), pytest.raises(DaemonTimeout, match="no progress"):
             opening.open()
         assert daemon.open_parts() == []
 
@@ -381,8 +405,8 @@ def test_a_load_is_withdrawn(daemon: Daemon, is_answered: bool) -> None:
         return packet
 
     daemon.hear = listen  # type: ignore[method-assign]
-    with Opening(daemon, stall, answer, stall=0.3) as opening:
-        with pytest.raises(DaemonTimeout, match="no progress"):
+    with Opening(daemon, stall, answer) as opening:
+        with opening.stalling(), pytest.raises(DaemonTimeout, match="no progress"):
             opening.open()
         assert opening.connection.withdraw()
         given_up.set()
@@ -402,9 +426,9 @@ def test_what_is_withdrawn_without_a_load(daemon: Daemon) -> None:
         daemon.control.recv_multipart()
 
     daemon.is_resident = True
-    with Opening(daemon, turn, stall=0.3) as opening:
+    with Opening(daemon, turn) as opening:
         os.close(opening.open("host").descriptor)
-        with pytest.raises(DaemonTimeout, match="no progress"):
+        with opening.stalling(), pytest.raises(DaemonTimeout, match="no progress"):
             opening.connection.request(messages.OpenImageRequest(1))
         assert opening.connection.withdraw()
         opening.connection.release(7)
@@ -471,7 +495,8 @@ def test_an_answer_without_its_parts(daemon: Daemon) -> None:
         daemon.answer(reply(1000))
 
     daemon.is_resident = True
-    with Opening(daemon, turn, stall=1) as opening:
+    with Opening(daemon, turn) as opening:
+        opening.connection._answer_timeout_s = 1  # for the part that does not come
         with pytest.raises(WireError, match="1 of 2 parts"):
             opening.open()
         assert daemon.open_parts() == []
@@ -576,8 +601,9 @@ def test_a_program_that_has_no_poll(daemon: Daemon, monkeypatch: pytest.MonkeyPa
         daemon.answer(reply())
 
     daemon.is_resident = True
-    with Opening(daemon, turn, lambda ticket: None, stall=0.3) as opening:
+    with Opening(daemon, turn, lambda ticket: None) as opening:
         os.close(opening.open("host").descriptor)
+        opening.connection._stall_timeout_s = 0.3
         with pytest.raises(DaemonTimeout, match="does not answer"):
             opening.open("host")
 
@@ -978,7 +1004,9 @@ def test_a_control_socket_that_nobody_reads(daemon: Daemon) -> None:
     said: list[str] = []
 
     def run() -> None:
-        connection = Connection(daemon.endpoint, stall_timeout_s=0.2)
+        connection = Connection(daemon.endpoint, stall_timeout_s=PATIENCE_S)
+        assert connection.welcome
+        connection._stall_timeout_s = 0.2
         with pytest.raises(DaemonTimeout) as raised:
             connection.request(REQUEST)
         connection.close()
@@ -1005,7 +1033,7 @@ REQUEST = messages.OpenPreparedRequest(
 def connect(
     daemon: Daemon, check: Callable[[messages.Welcome], None] | None = check_protocol
 ) -> Connection:
-    return Connection(daemon.endpoint, stall_timeout_s=5, check=check)
+    return Connection(daemon.endpoint, stall_timeout_s=PATIENCE_S, check=check)
 
 
 def open_null(connection: Connection) -> connections.Granted:
