@@ -30,7 +30,7 @@ thread.start()
 while "slow_to_import" not in sys.modules: time.sleep(0.001)
 pid = os.fork()
 if pid == 0:
-    signal.alarm(3)  # a child that waits for ever is killed
+    signal.alarm(60)  # a child that waits for ever is killed
     import slow_to_import
     os._exit(slow_to_import.answer)
 thread.join()
@@ -50,8 +50,10 @@ def _output_of(script: str, *arguments: str) -> str:
     return ended.stdout
 
 
-def _status_of_child(script: str, directory: Path) -> int:
-    (directory / "slow_to_import.py").write_text("import time; time.sleep(0.4); answer = 42\n")
+def _status_of_child(
+    script: str, directory: Path, waits: str = "import time; time.sleep(0.4)"
+) -> int:
+    (directory / "slow_to_import.py").write_text(f"{waits}; answer = 42\n")
     return int(_output_of(script, str(directory)))
 
 
@@ -66,6 +68,7 @@ from trims_shim import late_imports
 from trims_shim.late_imports import ensure_imported
 sys.path.insert(0, sys.argv[1])
 late_imports._LONGEST_S = 0.01
+have_forked = threading.Event()
 def load(): {load}
 thread = threading.Thread(target=load)
 thread.start()
@@ -80,7 +83,7 @@ def fails(name):
 def child(work):
     pid = os.fork()
     if pid == 0:
-        signal.alarm(10)  # a child that waits for ever is killed
+        signal.alarm(60)  # a child that waits for ever is killed
         os._exit(work())
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
@@ -89,6 +92,7 @@ def work():
     return 42 if fails("slow_to_import") and fails("needs_it") else 1
 
 print(child(lambda: work() and child(work)))
+have_forked.set()
 thread.join()
 ensure_imported("needs_it")
 """
@@ -99,7 +103,8 @@ def test_an_import_that_a_fork_has_cut_off_fails_in_the_child(tmp_path: Path, lo
     """Found: a load in the child waited without end for a thread that it does not have; where the
     program itself was importing the module, or a busy machine for longer than forks wait."""
     (tmp_path / "needs_it.py").write_text("import slow_to_import\n")
-    assert _status_of_child(_AN_IMPORT_IS_CUT_OFF.format(load=load), tmp_path) == 42
+    waits = "import __main__; __main__.have_forked.wait()"
+    assert _status_of_child(_AN_IMPORT_IS_CUT_OFF.format(load=load), tmp_path, waits) == 42
 
 
 _A_MODULE_FORKS = """
@@ -107,7 +112,7 @@ import os, sys
 from trims_shim.late_imports import ensure_imported
 sys.path.insert(0, sys.argv[1])
 with open(os.path.join(sys.argv[1], "forks.py"), "w") as file:
-    file.write("import os, signal; pid = os.fork(); pid or signal.alarm(5)")
+    file.write("import os, signal; pid = os.fork(); pid or signal.alarm(60)")
 ensure_imported("forks")
 import forks
 if forks.pid == 0:

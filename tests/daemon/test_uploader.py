@@ -405,9 +405,10 @@ def test_one_that_is_parsed_for_long_holds_no_other_up_and_stays_to_blame(
         assert hanging.wait(PATIENCE_S)
         other.plan(source, **plan)  # type: ignore[arg-type]
         os.kill(harness.pid, signal.SIGSTOP)
-        threading.Timer(0.5, os.kill, (harness.pid, signal.SIGKILL)).start()
-        with harness.uploader.job() as beside, pytest.raises(DriverFailure):
-            beside.plan(source, **plan)  # type: ignore[arg-type]
+        with harness.uploader.job() as beside:
+            threading.Timer(0.5, os.kill, (harness.pid, signal.SIGKILL)).start()
+            with pytest.raises(DriverFailure):
+                beside.plan(source, **plan)  # type: ignore[arg-type]
         thread.join(PATIENCE_S)
     assert not slow.is_innocent
     assert beside.is_innocent
@@ -930,7 +931,7 @@ class TestLegacy:
         starter = start(harness.uploader.start)
         assert is_starting.wait(PATIENCE_S)
         freer = start(lambda: harness.uploader.free(number))
-        freer.join(1.0)
+        freer.join(PATIENCE_S / 2)
         is_freed = not freer.is_alive()
         may_start.set()
         starter.join(PATIENCE_S)

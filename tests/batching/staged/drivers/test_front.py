@@ -342,7 +342,10 @@ def test_a_loop_whose_result_fails_where_the_function_answers_is_none_of_its_fun
 
     loop = Loop(lambda state: Stepped(state, state, [True] * len(state)), result=result)
     staged = StagedModel([lambda items: items, loop])
-    with windowed(lambda items: [[item] for item in items], model=staged) as batcher:
+    window = functools.partial(Window, wait_ms=1e6)  # all three in a batch
+    with plain(
+        lambda items: [[item] for item in items], model=staged, policy=window, max_batch_size=3
+    ) as batcher:
         for _ in range(2):
             assert list(batcher.map([1, 2, 3])) == [[1], [2], [3]]
     (record,) = caplog.records
