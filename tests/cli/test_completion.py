@@ -11,7 +11,7 @@ from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
 
 BASH = shutil.which("bash") or ""
-LIMIT_S = 30
+LIMIT_S = 120
 
 pytestmark = pytest.mark.skipif(not BASH, reason="no bash")
 

@@ -601,7 +601,7 @@ def test_an_older_daemon_that_may_not_be_replaced_is_not_waited_for(
             listener.bind(cache.endpoint.handover)
             listener.listen()
             is_listening.set()
-            listener.settimeout(10)
+            listener.settimeout(PATIENCE_S)
             while heard.count("DrainRequest") < 1 or heard.count("Hello") < 4:
                 _refuse_to_drain(listener.accept()[0], older, heard)
 
@@ -643,7 +643,7 @@ def test_a_daemon_that_dies_before_its_welcome_has_a_successor(
     def serve() -> None:
         while True:
             peer, _ = listener.accept()
-            peer.settimeout(10)
+            peer.settimeout(PATIENCE_S)
             handover.receive(peer)
             if starts:
                 handover.send(peer, WELCOME)
@@ -654,7 +654,7 @@ def test_a_daemon_that_dies_before_its_welcome_has_a_successor(
     with handover.new_socket() as listener:
         listener.bind(cache.endpoint.handover)
         listener.listen()
-        listener.settimeout(10)
+        listener.settimeout(PATIENCE_S)
         daemon = threading.Thread(target=serve)
         daemon.start()
         assert cache.welcome(may_start=True) == WELCOME
@@ -666,7 +666,7 @@ def test_a_daemon_that_dies_before_its_welcome_has_a_successor(
 
 def _refuse_to_drain(peer: socket.socket, welcome: messages.Welcome, heard: list[str]) -> None:
     with peer:
-        peer.settimeout(10)
+        peer.settimeout(PATIENCE_S)
         while (packet := handover.receive(peer)) is not None:
             heard.append(type(packet.message).__name__)
             if isinstance(packet.message, messages.DrainRequest):

@@ -23,7 +23,7 @@ from trims_shim.daemon import control
 from trims_shim.daemon.control import REQUEST_LIMIT_BYTES, ControlSocket
 from trims_shim.wire import codec, messages
 
-PATIENCE_MS = 5000
+PATIENCE_MS = 60_000
 
 
 class World:

@@ -15,7 +15,7 @@ from trims_shim.daemon.events import EventSocket
 from trims_shim.daemon.values import Announce
 from trims_shim.wire import codec
 
-PATIENCE_MS = 5000
+PATIENCE_MS = 60_000
 EVENT = Announce("loaded", "a" * 64, 7)
 
 

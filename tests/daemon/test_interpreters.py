@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import wait_until
+from harness import PATIENCE_S, wait_until
 
 from trims_shim.daemon import clock
 from trims_shim.daemon.prepared import interpreters
@@ -47,7 +47,7 @@ class TestInterpreter:
             assert namespace_problem(child.pid, clock.now_ns()) == ""
             assert "another process" in namespace_problem(child.pid, connected_ns)
         finally:
-            child.communicate(b"\n", 20)
+            child.communicate(b"\n", PATIENCE_S)
 
     def test_another_program(self) -> None:
         child = subprocess.Popen(["sleep", "600"])
@@ -58,7 +58,7 @@ class TestInterpreter:
             assert caught.value.reason == "not_python"
         finally:
             child.kill()
-            child.wait(20)
+            child.wait(PATIENCE_S)
 
     def test_a_name_that_is_another_file_by_now(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -82,7 +82,7 @@ class TestInterpreter:
             assert interpreter_of(child.pid, os.getuid()) == sys.executable
         finally:
             child.kill()
-            child.wait(20)
+            child.wait(PATIENCE_S)
 
     def test_other_files(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of another mount namespace or root; making one needs rights that tests may lack."""
@@ -108,7 +108,7 @@ class TestInterpreter:
             assert caught.value.reason == "not_python"
         finally:
             child.kill()
-            child.wait(20)
+            child.wait(PATIENCE_S)
 
 
 class TestCpu:

@@ -274,7 +274,7 @@ def test_a_forked_child_is_refused_whatever_other_threads_held() -> None:
         held.wait(PATIENCE_S)
         pid = os.fork()
         if pid == 0:
-            signal.alarm(10)
+            signal.alarm(int(PATIENCE_S))
             try:
                 ensemble.stats()
             except EnsembleError:
@@ -295,7 +295,7 @@ def test_a_child_that_is_forked_as_samples_are_sent_may_exit(
         monkeypatch.undo()
         children.append(os.fork())
         if children[-1] == 0:
-            signal.alarm(10)
+            signal.alarm(int(PATIENCE_S))
             sys.exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(children[-1], 0)[1]) == 7
         send(self)

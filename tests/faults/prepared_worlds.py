@@ -110,7 +110,7 @@ class Sessions:
 
     def _ask(self, *command: str) -> Any:
         self.child.say(command)
-        return self.child.hear(40)
+        return self.child.hear()
 
 
 def sessions(world: World, *, prefix: tuple[str, ...] = (), **settings: str) -> Sessions:
@@ -177,7 +177,5 @@ def preparers(world: World) -> list[int]:
 
 def wait_for_preparer(world: World) -> int:
     """The process id of a preparer, as soon as there is one."""
-    found: list[int] = wait_until(
-        lambda: preparers(world), "a preparer starts", interval_s=0.001, timeout_s=40
-    )
+    found: list[int] = wait_until(lambda: preparers(world), "a preparer starts", interval_s=0.001)
     return found[0]

@@ -111,7 +111,7 @@ def test_killed_at_random_moments(running: World, repeat: int) -> None:
         kills += 1
     open(end, "w").close()
     for child in children:
-        good, reasons = child.hear(40)
+        good, reasons = child.hear()
         assert good > 0
         assert set(reasons) <= {
             "daemon_died",
@@ -264,7 +264,7 @@ def test_a_load_gives_the_right_result_all_the_same(
 ) -> None:
     world = running
     child = world.spawn(LOADS.format(path=model_file), autostart=autostart)
-    assert child.hear(40) == 1
+    assert child.hear() == 1
     world.kill_daemon()
     child.say()
     total, shape, fallbacks = child.hear()

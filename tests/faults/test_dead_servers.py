@@ -134,12 +134,12 @@ def test_a_process_that_is_started_beside_a_dead_file(
         "threading.Thread(target=start).start()\n"
         "time.sleep(0.5)\n"
         "say(is_started.is_set()); hear()\n"
-        "say(is_started.wait(30))\n"
+        "say(is_started.wait(50))\n"
     )
     child.hear()
     server.die()
     child.say()
-    assert not child.hear(10)
+    assert not child.hear()
     server.close()
     child.say()
     assert child.hear()
@@ -168,7 +168,7 @@ def test_a_daemon_that_is_started_beside_a_dead_file(
     child.hear()
     server.die()
     child.say()
-    assert [child.hear(20), child.hear(20)] == ["others run", "given up"]
+    assert [child.hear(), child.hear()] == ["others run", "given up"]
     server.close()
     wait_until(world.is_answering, "the daemon has started all the same")
 
@@ -184,7 +184,7 @@ def test_a_directory_of_temporary_files_that_is_not_needed(
         f"places = {{'XDG_RUNTIME_DIR': {world.root!r}, 'TMPDIR': {server.path!r}}}\n"
         "say(choose(config.load(places)).directory)\n"
     )
-    assert child.hear(10) == os.path.join(world.root, "trims")
+    assert child.hear() == os.path.join(world.root, "trims")
 
 
 def test_loads_onto_a_device_beside_a_dead_file(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from device_images import safetensors
-from harness import World, content, process_state, wait_until
+from harness import PATIENCE_S, World, content, process_state, wait_until
 from onnx_models import perceptron, save
 
 FORK = """
@@ -347,7 +347,7 @@ def test_a_child_resizes_a_parameter_without_torchs_threads(running: World, tmp_
         f"linear.load_state_dict(torch.load({path!r}))\n"
         "torch.ones(1000, 1000).exp()  # starts the threads\n"
         "def work():\n"
-        "  signal.alarm(20)\n"
+        "  signal.alarm(60)\n"
         "  storage = linear.weight.untyped_storage()\n"
         "  storage.resize_(storage.nbytes() + 64)\n"
         "  return linear.weight.detach().numpy().tolist() == [[1.0] * 130] * 200\n"
@@ -388,7 +388,7 @@ def test_multiprocessing(running: World, method: str) -> None:
     assert status == 0
 
 
-def ends(world: World, script: str, *, timeout_s: float = 50) -> int:
+def ends(world: World, script: str, *, timeout_s: float = PATIENCE_S) -> int:
     child = world.spawn(script)
     return child.wait(timeout_s)
 
@@ -409,7 +409,7 @@ def ends(world: World, script: str, *, timeout_s: float = 50) -> int:
 def test_the_end_of_the_interpreter(running: World, ending: str) -> None:
     """No hang, no crash; the status is the program's own."""
     path = running.file(1)
-    running.settings["stall_timeout"] = "60"  # what waits for the daemon does not end in time
+    running.settings["stall_timeout"] = "120"  # what waits for the daemon does not end in time
     status = ends(running, f"path = {path!r}\narena = open_file(path)\n{ending}")
     assert status == (3 if "exit(3)" in ending else 1 if "note" in ending else 0)
     wait_until(lambda: not running.status().images[0].leases, "the lease is released")
@@ -428,7 +428,7 @@ def test_the_end_while_a_daemon_thread_loads(make_world: Any) -> None:
                 "time.sleep(0.3)\nsay('bye')\nsys.exit(5)\n"
             )
             assert child.hear() == "bye"
-            assert child.wait(50) == 5
+            assert child.wait() == 5
     world.assert_quiet(1000)
 
 

@@ -106,7 +106,7 @@ def test_external_data_that_change(prepared_world: World) -> None:
     assert client.create(str(path))[0] == right[1]
     data.unlink()
     client.child.say(["create", str(path)])
-    assert client.child.wait(40) == 1
+    assert client.child.wait() == 1
     assert "weights.bin" in client.child.errors()
 
 
@@ -356,7 +356,7 @@ def test_exchanged_while_a_session_is_made(prepared_world: World) -> None:
     prepare(world, *paths)
     child = world.spawn(_EXCHANGED_MEANWHILE)
     child.say([paths[0], directory(world), entries(world)])
-    assert child.hear(40) == [right[0], [0, {"prepared_changed": 1}]]
+    assert child.hear() == [right[0], [0, {"prepared_changed": 1}]]
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
@@ -416,7 +416,7 @@ def test_sessions_map_the_prepared_files(prepared_world: World) -> None:
         "say([bits(session) == right, 'deleted' in open('/proc/self/maps').read()])\n"
     )
     child.say([weights])
-    assert child.hear(40) == [True]
+    assert child.hear() == [True]
     shutil.rmtree(directory(world))
     child.say()
     assert child.hear() == [True, True]

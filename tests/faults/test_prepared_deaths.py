@@ -69,7 +69,7 @@ def test_a_preparer_ends_with_its_daemon(prepared_world: World) -> None:
     world.kill_daemon()
     assert entries(world) == []
     os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: process_state(pid) in ("", "Z"), "the preparer ends", timeout_s=40)
+    wait_until(lambda: process_state(pid) in ("", "Z"), "the preparer ends")
     assert client.create(path) == (bits, False)
     assert settled(world) == {"ready": 1}
     assert client.create(path) == (bits, True)
@@ -117,14 +117,14 @@ def test_the_daemon_dies_while_it_is_asked(prepared_world: World, moment: str) -
         f"session = create({path!r})\n"
         "say([bits(session), counted()])\n"
     )
-    assert child.hear(40) == "asks"
+    assert child.hear() == "asks"
     world.kill_daemon()
     child.say()
-    again = child.hear(40)
+    again = child.hear()
     # It asks another daemon then, and the test lets it.
     while again == "asks":
         child.say()
-        again = child.hear(40)
+        again = child.hear()
     assert again[0] == expected(world, path)[0]
     assert again[1] == [1, {}]
 
@@ -195,7 +195,7 @@ def test_a_forked_child_takes_no_lease_along(prepared_world: World) -> None:
         "say(bits(session) == right)\n"
         "hear()\n"
     )
-    assert child.hear(40) == 0
+    assert child.hear() == 0
     wait_until(lambda: [row.leases for row in rows(world)] == [1], "one lease is left")
     child.say()
     assert child.hear() is True
@@ -217,16 +217,16 @@ def test_several_processes_ask_at_once(prepared_world: World) -> None:
         for _ in range(3)
     ]
     for child in children:
-        assert child.hear(40) == "ready"
+        assert child.hear() == "ready"
     for child in children:
         child.say()
     for child in children:
-        assert child.hear(40) == [right] * 3
+        assert child.hear() == [right] * 3
     assert settled(world) == {"ready": 1}
     for child in children:
         child.say()
     for child in children:
-        assert child.hear(40) == [right, True]
+        assert child.hear() == [right, True]
     counters = world.status().counters
     assert counters["prepared_made"] == 1
     assert len(entries(world)) == 1

@@ -392,7 +392,6 @@ def test_the_client_has_no_room_for_a_segment(running: World) -> None:
             and sum(each.leases for each in running.status().images) == 1
         ),
         "one lease",
-        timeout_s=5,
     )
     child.say()
     assert child.hear() is True

@@ -260,7 +260,7 @@ def test_a_fork_during_the_start_holds_nobody_up(world: World) -> None:
     )
     child.hear()
     world.kill_daemon()
-    world.start(start_timeout="5")
+    world.start(start_timeout="30")
     child.say()
     assert child.wait() == 0
 
@@ -298,7 +298,7 @@ def test_a_child_of_a_starter_that_is_killed_holds_nobody_up(world: World) -> No
     child.wait()
     world.kill_daemon()
     try:
-        world.start(start_timeout="5")
+        world.start(start_timeout="30")
     finally:
         world.signal(left, signal.SIGKILL)
 
@@ -416,14 +416,14 @@ def test_idle_exit_only_without_lease_and_pin(make_world: Any) -> None:
     )
     digest, pid = holder.hear()
     time.sleep(2.5)
-    assert process_state(pid) in ("S", "R"), "it exited while an image was leased"
+    assert process_state(pid) not in ("", "Z"), "it exited while an image was leased"
     pinner = world.connection()
     pinner.request(admin.PinImageRequest(digest, True))
     pinner.close()
     holder.say()
     holder.wait()
     time.sleep(2.5)
-    assert process_state(pid) in ("S", "R"), "it exited while an image was pinned"
+    assert process_state(pid) not in ("", "Z"), "it exited while an image was pinned"
     pinner = world.connection()
     pinner.request(admin.PinImageRequest(digest, False))
     pinner.close()

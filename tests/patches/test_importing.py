@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from harness import PATIENCE_S
 
 from trims_shim import diagnostics, patches
 from trims_shim.patches import importing
@@ -250,7 +251,7 @@ def test_other_threads_import_while_an_overdue_hook_runs(
     def import_elsewhere() -> None:
         other = threading.Thread(target=importlib.import_module, args=("waited_other",))
         other.start()
-        other.join(5)
+        other.join(PATIENCE_S)
         ended.append(not other.is_alive())
 
     overdue(import_elsewhere)

@@ -416,7 +416,7 @@ def test_a_fork_while_a_tensor_is_made_private(
         child = os.fork()
         if not child:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(10)
+            signal.alarm(60)
             torch_unshare.unshare(sharing.parameters(), "test")
             os._exit(0)
         children.append(os.waitpid(child, 0)[1])

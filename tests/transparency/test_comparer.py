@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import PATIENCE_S
 
 from . import child, compare, shim
 from .observe import Normaliser, Observer
@@ -101,18 +102,18 @@ def test_runner_records_warnings_output_and_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "expected"),
+    ("function", "timeout_s", "expected"),
     [
-        (lambda work: 1 / 0, "ZeroDivisionError"),
-        (lambda work: os.kill(os.getpid(), signal.SIGKILL), "status -9"),
-        (lambda work: time.sleep(60), "timed out"),
+        (lambda work: 1 / 0, PATIENCE_S, "ZeroDivisionError"),
+        (lambda work: os.kill(os.getpid(), signal.SIGKILL), PATIENCE_S, "status -9"),
+        (lambda work: time.sleep(60), 1.0, "timed out"),
     ],
     ids=["raises", "crashes", "hangs"],
 )
 def test_runner_fails_broken_cases(
-    tmp_path: Path, function: Callable[[Work], object], expected: str
+    tmp_path: Path, function: Callable[[Work], object], timeout_s: float, expected: str
 ) -> None:
-    assert expected in _run(tmp_path, function, timeout_s=3.0)["failed"]
+    assert expected in _run(tmp_path, function, timeout_s=timeout_s)["failed"]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from harness import PATIENCE_S
 
 from trims_shim.errors import MalformedMessage, UnknownMessage, WireError
 from trims_shim.wire import codec, handover, messages
@@ -28,7 +29,7 @@ Pair = tuple[socket.socket, socket.socket]
 def pair(no_leak: None) -> Iterator[Pair]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
-    theirs.settimeout(5)
+    theirs.settimeout(PATIENCE_S)
     with ours, theirs:
         yield ours, theirs
 

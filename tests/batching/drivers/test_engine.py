@@ -250,7 +250,7 @@ def test_a_fork_waits_for_what_another_thread_imports(imported: str, work: str) 
         begun.wait()
         child = os.fork()
         if child == 0:
-            signal.alarm(10)
+            signal.alarm(60)
             os._exit(work())
         thread.join()
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
