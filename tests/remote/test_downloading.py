@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from harness import PATIENCE_S
 
 from trims_shim.errors import RemoteUnreachable
 from trims_shim.remote import downloading
@@ -326,14 +327,16 @@ def test_what_is_read_at_once_ends_with_the_download(
     kind: type[Fake], gone: tuple[str, int], tmp_path: Path
 ) -> None:
     """The other files of a folder, and the other parts of a large file."""
-    is_over = threading.Event()
+    has_begun, is_over = threading.Event(), threading.Event()
 
     class Going(kind):
         def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[bytes]:
             if (file.name, start) == gone:
+                assert has_begun.wait(PATIENCE_S), "nothing else is read"
                 raise FileNotFoundError(errno.ENOENT, "it went")
+            has_begun.set()
             try:
-                for _ in range(3000):
+                for _ in range(30_000):
                     time.sleep(0.01)
                     yield b""
             finally:
@@ -341,7 +344,7 @@ def test_what_is_read_at_once_ends_with_the_download(
 
     with pytest.raises(FileNotFoundError):
         completed(Going(), Going().list(), tmp_path)
-    assert is_over.wait(10)
+    assert is_over.wait(PATIENCE_S)
 
 
 def test_no_more_than_a_part_of_a_large_file_is_read_ahead(tmp_path: Path) -> None:
