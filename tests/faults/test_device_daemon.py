@@ -78,7 +78,7 @@ def test_the_daemon_takes_no_context(make_device_world: MakeWorld) -> None:
 
 
 def test_requests_for_a_loading_image_wait_for_it(make_device_world: MakeWorld) -> None:
-    world = make_device_world({"copy_delay_ms": 150})
+    world = make_device_world({"copy_delay_ms": 700})
     world.start()
     path = model(world)
     first = Background(world, path)

@@ -42,7 +42,7 @@ from trims_shim.errors import (
 
 
 def test_an_uploader_killed_once_costs_nothing(make_device_world: MakeWorld) -> None:
-    world = make_device_world({"copy_delay_ms": 300})
+    world = make_device_world({"copy_delay_ms": 1000})
     world.start()
     path = model(world)
     load = Background(world, path)
@@ -96,7 +96,7 @@ def test_an_uploader_that_dies_of_what_leaves_costs_that_image(
 def test_a_killed_daemon_takes_its_uploader_and_nothing_else(
     make_device_world: MakeWorld, moment: str
 ) -> None:
-    world = make_device_world({"copy_delay_ms": 300} if moment == "uploading" else {})
+    world = make_device_world({"fail": "cuMemcpyHtoDAsync=hang"} if moment == "uploading" else {})
     world.start()
     path = model(world)
     if moment == "uploading":
@@ -152,7 +152,7 @@ def test_clients_killed_at_a_step(make_device_world: MakeWorld, step: str) -> No
 
 
 def test_a_load_nobody_waits_for_any_more_runs_to_its_end(make_device_world: MakeWorld) -> None:
-    world = make_device_world({"copy_delay_ms": 200})
+    world = make_device_world({"copy_delay_ms": 700})
     world.start()
     path = model(world)
     child = world.spawn(
@@ -166,7 +166,7 @@ def test_a_load_nobody_waits_for_any_more_runs_to_its_end(make_device_world: Mak
 
 
 def test_a_stopping_daemon_finishes_its_upload(make_device_world: MakeWorld) -> None:
-    world = make_device_world({"copy_delay_ms": 200})
+    world = make_device_world({"copy_delay_ms": 700})
     world.start()
     load = Background(world, model(world))
     wait_for_upload(world)

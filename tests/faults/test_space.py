@@ -237,8 +237,7 @@ def test_the_daemon_is_out_of_descriptors(make_world: Any, kind: str) -> None:
     world = make_world(memory_kind=available(kind))
     pid = world.start()
     path = world.file(1)
-    cache = world.cache(stall_timeout="1", autostart="0")
-    open_path(cache, path)
+    open_path(world.cache(autostart="0"), path)
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     used = max(world.descriptors(pid)) + 1
     outcomes: list[str] = []
