@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import emulated_cuda
 import pytest
@@ -186,7 +187,7 @@ def test_the_source_stays_while_it_is_copied(make_device_world: MakeWorld) -> No
 
 
 def test_who_asked_may_die_while_it_is_copied(make_device_world: MakeWorld) -> None:
-    world = make_device_world({"devices": 2, "copy_delay_ms": 500})
+    world = make_device_world({"devices": 2, "copy_delay_ms": 700})
     world.start()
     path = model(world)
     touch(world, path, GPU)
@@ -202,9 +203,9 @@ def test_who_asked_may_die_while_it_is_copied(make_device_world: MakeWorld) -> N
     assert image_memory(world) == 0
 
 
-def slow_copy(make_device_world: MakeWorld) -> tuple[World, Background]:
+def slow_copy(make_device_world: MakeWorld, **settings: Any) -> tuple[World, Background]:
     """A load on the second device, of what the first one has, that takes its time."""
-    world = make_device_world({"devices": 2, "copy_delay_ms": 500})
+    world = make_device_world({"devices": 2, **settings})
     world.start()
     path = model(world)
     touch(world, path, GPU)
@@ -213,7 +214,7 @@ def slow_copy(make_device_world: MakeWorld) -> tuple[World, Background]:
 
 
 def test_a_killed_copier_costs_one_copy(make_device_world: MakeWorld) -> None:
-    world, load = slow_copy(make_device_world)
+    world, load = slow_copy(make_device_world, fail="cuMemcpyDtoDAsync=hang")
     os.kill(wait_for_copy(world), signal.SIGKILL)
     assert load.join() == ("miss", True)
     assert copies(world) == (0, 1, 0)
@@ -221,7 +222,7 @@ def test_a_killed_copier_costs_one_copy(make_device_world: MakeWorld) -> None:
 
 
 def test_a_killed_daemon_takes_a_copy_with_it(make_device_world: MakeWorld) -> None:
-    world, load = slow_copy(make_device_world)
+    world, load = slow_copy(make_device_world, fail="cuMemcpyDtoDAsync=hang")
     wait_for_copy(world)
     world.kill_daemon()
     assert isinstance(load.join(), Exception)
@@ -230,7 +231,7 @@ def test_a_killed_daemon_takes_a_copy_with_it(make_device_world: MakeWorld) -> N
 
 
 def test_a_stopping_daemon_finishes_a_copy(make_device_world: MakeWorld) -> None:
-    world, load = slow_copy(make_device_world)
+    world, load = slow_copy(make_device_world, copy_delay_ms=700)
     wait_for_copy(world)
     world.stop_daemon()
     assert load.join() == ("miss", True)
