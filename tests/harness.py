@@ -29,7 +29,7 @@ from trims_shim import config
 from trims_shim.client.arenas import Arena
 from trims_shim.client.cache import Cache
 from trims_shim.client.connection import Connection
-from trims_shim.errors import DaemonError, TrimsError
+from trims_shim.errors import DaemonError, TooManyRequests, TrimsError
 from trims_shim.wire import admin, messages
 
 __all__ = [
@@ -370,13 +370,19 @@ class World:
     def stop_daemon(self) -> None:
         """Ask it to stop and wait until it is gone."""
         with contextlib.suppress(DaemonError):
-            connection = self.connection()
+            connection = wait_until(self._accepted, "the daemon accepts a client")
             try:
                 pid = connection.welcome.pid
                 connection.request(admin.StopDaemonRequest())
             finally:
                 connection.close()
             wait_until(lambda: process_state(pid) in ("", "Z"), f"daemon {pid} gone")
+
+    def _accepted(self) -> Connection | None:
+        """None while it is out of descriptors: it may not have seen yet that others have ended."""
+        with contextlib.suppress(TooManyRequests):
+            return self.connection()
+        return None
 
     @staticmethod
     def signal(pid: int, number: int) -> None:

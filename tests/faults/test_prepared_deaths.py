@@ -231,7 +231,7 @@ def test_several_processes_ask_at_once(prepared_world: World) -> None:
     counters = world.status().counters
     assert counters["prepared_made"] == 1
     assert len(entries(world)) == 1
-    assert not preparers(world)
+    wait_until(lambda: not preparers(world), "the preparer ends")
 
 
 def test_models_that_wait_leave_descriptors_to_other_clients(prepared_world: World) -> None:
