@@ -753,8 +753,8 @@ def test_a_load_onto_a_device_without_descriptors(
     opening = Opening(client.number, 9, OWN, offer.identity(), str(file.path))
     peer, tier = DeviceTier.__new__(DeviceTier), DeviceTier.__new__(DeviceTier)
     outlined = DeviceSegment(GPU, "vmm", (1,), (), (), segment.descriptor, 7, "0" * 64)
-    held, started = [], []
-    peer.store = SimpleNamespace(hold=held.append)  # type: ignore[assignment]
+    held, unheld, started = [], [], []
+    peer.store = SimpleNamespace(hold=held.append, unhold=unheld.append)  # type: ignore[assignment]
     peer.loader = SimpleNamespace(segment=lambda _: outlined)  # type: ignore[assignment]
 
     def start(action: StartIngest, descriptor: int, *, digest: str, source: Any) -> None:
@@ -763,7 +763,7 @@ def test_a_load_onto_a_device_without_descriptors(
         if source is not None:
             source.segment.close()
 
-    tier.loader = SimpleNamespace(start=start)  # type: ignore[assignment]
+    tier.loader = SimpleNamespace(start=start, was_copied=lambda _: True)  # type: ignore[assignment]
     monkeypatch.setattr(front.tiers, "peer_with", lambda *_: peer)
     calls, duplicate = itertools.count(1), os.dup
 
@@ -782,6 +782,11 @@ def test_a_load_onto_a_device_without_descriptors(
     assert ((source is not None), held) == (is_copied, [image.digest] if is_copied else [])
     assert list(front.openings._copies) == ([5] if is_copied else [])
     assert front.counters["images_promoted"] == (is_promoted and not is_copied)
+    in_store = front.host.store._images[image.digest]
+    assert (in_store.holds, unheld) == (is_promoted, [])
+    front.openings._end_copy(tier, 5)
+    assert (in_store.holds, unheld) == (0, held), "both may be evicted again"
+    assert front.counters["images_copied_from_peer"] == is_copied
 
 
 @pytest.mark.usefixtures("no_leak")
