@@ -158,7 +158,7 @@ class TestMaking:
         assert threads
         assert threading.current_thread() not in threads
 
-    @pytest.mark.parametrize("threads", range(8))
+    @pytest.mark.parametrize("threads", range(9))
     def test_no_thread_is_left_if_there_are_too_few(
         self,
         make: Callable[..., Harness],
