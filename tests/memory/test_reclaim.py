@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from forks import passes_in_child
@@ -85,6 +86,11 @@ def test_without_a_thread_it_is_done_at_once(
         raise error
 
     monkeypatch.setattr(reclaim._thread, "start_new_thread", refuse)
+    monkeypatch.setattr(reclaim, "GRACE_S", PATIENCE_S)
+    monkeypatch.setattr(reclaim.sys, "_current_exceptions", lambda: {-1: None})  # another thread
+    monkeypatch.setattr(
+        reclaim, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pytest.fail)
+    )
     owner = Owner()
     reclaim.retire([reclaim.RetiredBlock(object(), owner.address, SIZE_BYTES)])
     assert owner.memory[:] == bytes(SIZE_BYTES)
