@@ -13,6 +13,8 @@ MS = 1_000_000
 def test_a_record_of_nothing() -> None:
     stats = Record(devices=1).snapshot(queued=0, running=0, now_ns=5)
     assert stats.submitted == stats.batches == stats.violations == 0
+    assert stats.answered == stats.failed == stats.cancelled == stats.rejected == 0
+    assert stats.wait_total_s == stats.latency_total_s == stats.busy_total_s == 0
     assert stats.mean_batch_size == stats.busy_share == 0
     assert stats.latency == Percentiles(0, 0, 0, 0, 0)
 

@@ -130,6 +130,14 @@ def test_an_answer_may_be_waited_for_longer_than_any_thread_can_sleep() -> None:
     assert found == [5]
 
 
+def test_who_asks_again_and_again_leaves_nothing_in_the_future() -> None:
+    future = BatchFuture()
+    for _ in range(3):
+        with pytest.raises(futures.TimeoutError):
+            future.result(0)
+    assert not future._sleepers
+
+
 def test_a_failing_callback_is_logged_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
     future = BatchFuture()
     called: list[object] = []

@@ -89,6 +89,8 @@ def test_each_stage_has_its_own_time() -> None:
         for number in range(2):
             assert batcher(number) == number
         assert [each.busy_s for each in batcher.stage_stats().stages] == [0.01, 0.014, 0.002]
+        stats = batcher.stats()
+    assert (stats.busy_total_s, stats.busy_share, stats.wait_total_s) == (0.026, 1, 0)
 
 
 def test_a_lone_caller_runs_all_stages_and_starts_no_thread() -> None:
