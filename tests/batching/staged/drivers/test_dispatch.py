@@ -93,6 +93,21 @@ def test_each_stage_has_its_own_time() -> None:
     assert (stats.busy_total_s, stats.busy_share, stats.wait_total_s) == (0.026, 1, 0)
 
 
+def test_a_request_waits_until_its_first_stage_starts_and_no_longer() -> None:
+    now_ns = 0
+    held = Held()
+    with plain(StagedModel([held, held]), clock_ns=lambda: now_ns, max_batch_size=1) as batcher:
+        first = batcher.submit(0)
+        held.gate.wait_entered()
+        second = batcher.submit(1)
+        now_ns = 3_000_000
+        held.gate.open(4)
+        assert (first.result(LONG_S), second.result(LONG_S)) == (0, 1)
+        batcher.drain(LONG_S)
+        stats = batcher.stats()
+    assert (stats.wait.max_ms, stats.wait.count, stats.wait_total_s) == (3, 2, 0.003)
+
+
 def test_a_lone_caller_runs_all_stages_and_starts_no_thread() -> None:
     idents: list[int] = []
 
