@@ -262,6 +262,8 @@ def test_what_giving_up_costs_is_told(make_scene: Callable[..., Scene]) -> None:
     scene.short.wait()
     expected = PreemptionStats(preemptions=1, wasted_s=0.005, stop_p50_ms=2, stop_p99_ms=2)
     assert scene.batcher.preemption_stats() == expected
+    stats = scene.batcher.stats()
+    assert (stats.busy_total_s, stats.batches, stats.wait.count) == (0.005, 0, 0)
 
 
 def test_the_longest_of_a_few_stops_is_their_99th_percentile(
