@@ -133,8 +133,11 @@ def test_variants_that_load_slowly_cost_answers() -> None:
     stream = arrivals((20, 20, 10), (20, 300, 10))
     first = plan_proteus(problem(20, 10))
     quick = serve(serving(first, replanning=Replanning(plan), load_s=0.02), stream)[1]
-    slow = serve(serving(first, replanning=Replanning(plan), load_s=8), stream)[1]
+    loading = serving(first, replanning=Replanning(plan), load_s=8)
+    slow = serve(loading, stream)[1]
     assert slow.violations > quick.violations + 500
+    # Also those that went to another device meanwhile: else one that lost some would get no more.
+    assert [each.open for each in loading.nodes] == [0] * len(KINDS)
 
 
 @settings(max_examples=10)
