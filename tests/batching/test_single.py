@@ -374,3 +374,16 @@ def test_other_lengths_join_a_batch_only_where_no_other_device_is_free(devices: 
     batches = [batch for _, batch in found]
     assert batches == ([[11, 12, 10]] if devices == 1 else [[10], [11, 12]])
     assert policy.on_event(3, Finished(0, [Request(0, 0, key=("busy",))], 0)) == ()
+
+
+@pytest.mark.parametrize(("most", "taken"), [(1, [0]), (2, [0]), (3, [0, 1, 2]), (None, [0, 1, 2])])
+def test_other_lengths_join_a_batch_only_if_there_is_room_for_all(
+    most: int | None, taken: list[int]
+) -> None:
+    policy = Batching(lambda key: Joins(PROFILE, max_batch_size=4))
+    busy(policy)
+    for number, length in enumerate((16, 12, 8)):
+        policy.on_event(1, Request(number, 1, key=(OpenBucket(length),)))
+    rule = policy.rules[(OpenBucket(16),)]
+    batch = policy._take(rule, 1, 2, is_last=True, most=most)
+    assert sorted(each.number for each in batch) == taken
