@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from trims_shim import diagnostics, patches
+from trims_shim.errors import NoSpace
 from trims_shim.patches import points, torch_from_file
 from trims_shim.testing import FakeDaemon
 
@@ -214,6 +215,24 @@ def test_a_name_that_goes_up_from_a_link_is_the_kernels(
             loaded = file.get_tensor("w")
     assert torch.equal(loaded, NUMBERS)
     assert [opened.outcome for opened in daemon.opened] == ["miss"]
+
+
+def test_an_archive_that_is_replaced_while_the_cache_refuses_it(
+    daemon: FakeDaemon, tmp_path: Path, slow: Callable[[Callable[[], object]], None]
+) -> None:
+    """torch.load has read where its tensors are."""
+    path = tmp_path / "m.pt"
+    torch.save({"a": NUMBERS, "b": NUMBERS}, path)
+
+    def replace() -> None:
+        torch.save({"a": torch.zeros(128, 128), "b": NUMBERS}, tmp_path / "next")
+        (tmp_path / "next").replace(path)
+
+    slow(replace)
+    with FakeDaemon() as refusing:
+        refusing.refuse(NoSpace("full"))
+        loaded = torch.load(path, mmap=True)
+    assert all(torch.equal(each, NUMBERS) for each in loaded.values())
 
 
 def test_what_a_program_does_with_a_mapping_of_its_own_is_torchs(

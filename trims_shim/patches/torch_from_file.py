@@ -78,12 +78,15 @@ def _wrap(original: Any) -> Any:
         if not (is_torchs_own and patches.active()):
             return bound(*args, **kwargs)
         file = _file(args, kwargs)
-        storage = served(file) if file is not None and file.is_archive else None
-        if storage is not None:
-            return storage
+        # Now, whatever the cache says: torch.load has read which bytes of this file are which
+        # tensors, and while the cache is asked another file may get its name.
         mapping = bound(*args, **kwargs)
-        if file is not None and not file.is_archive:
-            _serve_later(mapping, file)
+        if file is None:
+            return mapping
+        if file.is_archive:
+            storage = served(file)
+            return mapping if storage is None else storage
+        _serve_later(mapping, file)
         return mapping
 
     bound = original.__get__(None, torch.UntypedStorage)
