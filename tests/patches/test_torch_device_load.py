@@ -234,6 +234,25 @@ def test_a_mapping_that_the_device_refuses_is_the_caches(
     assert mapping.opened_on_host == [path]
 
 
+def test_a_mapping_of_a_file_that_was_replaced_meanwhile_is_torchs(
+    mapping: Devices, save: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch.load unpickles is that of the file which it has opened."""
+    path, other = (
+        save({"steps": {step}, "w": torch.full((COUNT,), step)}, name=f"{step}.pt")
+        for step in (1, 2)
+    )
+
+    def refuse(*_: Any, **__: Any) -> None:
+        os.replace(other, path)
+
+    monkeypatch.setattr(torch_device_load, "may_apply", lambda _: True)
+    monkeypatch.setattr(torch_device_load, "build", refuse)
+    actual = torch.load(path, mmap=True, weights_only=False)
+    assert actual["steps"] == {1}
+    assert actual["w"].eq(1).all()
+
+
 def test_a_mapping_for_other_pickles_is_the_caches(
     mapping: Devices, save: Callable[..., str]
 ) -> None:

@@ -40,6 +40,7 @@ from trims_shim.patches.torch_archive import ArchiveReader, ServedArchive, missi
 from trims_shim.patches.torch_from_file import loads
 from trims_shim.patches.torch_modes import has_foreign_mode, has_mode, uncompiled
 from trims_shim.patches.torch_rebuild import Built, collector_paused
+from trims_shim.specs import Identity
 
 __all__ = ["POINTS"]
 
@@ -78,7 +79,11 @@ class _Reader(ArchiveReader):
         if not self._is_deferred or self.file is None or mapping is None:
             return None
         file = torch_from_file.file_at(self.file.name, mapping.nbytes())
-        return None if file is None else torch_from_file.served(file)
+        if file is None:
+            return None
+        # The device was asked meanwhile, and another file may have the name by now.
+        identity = Identity.from_stat(os.fstat(self.file.fileno()))
+        return torch_from_file.served(file._replace(identity=identity))
 
     def end_load(self) -> None:
         """Do what torch does after a load; an earlier one that failed left its argument there."""
