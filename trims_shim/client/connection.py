@@ -22,6 +22,7 @@ import itertools
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -264,6 +265,8 @@ class Connection:
         return reply
 
     def _request(self, message: Any) -> Any:
+        if "zmq" not in sys.modules:
+            _check_descriptors()  # Python would fail to import it, perhaps half-way.
         ensure_imported("zmq")
         import zmq
 
