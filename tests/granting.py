@@ -169,3 +169,6 @@ class _Line:
 
     def is_alive(self) -> bool:
         return True
+
+    def is_replaced(self) -> bool:
+        return False

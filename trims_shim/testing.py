@@ -577,6 +577,9 @@ class _Line:
         session = self._server.sessions.get(self._session.number)
         return self._pid == os.getpid() and session is self._session
 
+    def is_replaced(self) -> bool:
+        return False
+
     def close(self) -> None:
         self._server.leave(self._session)
         for descriptor in self.grants.values():

@@ -75,6 +75,9 @@ class StubLine:
     def is_alive(self) -> bool:
         return self.is_open
 
+    def is_replaced(self) -> bool:
+        return False
+
     def close(self) -> None:
         self.is_open = False
 

@@ -194,6 +194,9 @@ class Line:
     def is_alive(self) -> bool:
         return self.is_open
 
+    def is_replaced(self) -> bool:
+        return False
+
     def close(self) -> None:
         self.is_open = False
 

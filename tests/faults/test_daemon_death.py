@@ -4,6 +4,7 @@ what is mapped stays right, and the next load starts a new daemon."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -206,6 +207,19 @@ def test_a_daemon_that_hangs_is_given_up(running: World, monkeypatch: pytest.Mon
 
     assert wait_until(lambda: opened(other), "an answer", interval_s=0.1) == content(6)
     wait_until(lambda: len(world.status().clients) <= 2, "the abandoned connection is gone")
+
+
+def test_a_daemon_that_hangs_does_not_keep_its_clients_from_the_next(running: World) -> None:
+    world = running
+    cache = world.cache(stall_timeout="1")
+    held = open_path(cache, world.file(1))
+    with world.stopped(world.pid()):
+        shutil.rmtree(world.sockets)
+        second = world.start()
+        for seed in (2, 3):
+            assert bytes(memoryview(open_path(cache, world.file(seed)).buffer)) == content(seed)
+            assert cache.welcome().pid == second
+    assert bytes(memoryview(held.buffer)) == content(1)
 
 
 def test_without_autostart_a_dead_daemon_is_an_error(running: World) -> None:

@@ -144,6 +144,9 @@ class Line:
     def is_alive(self) -> bool:
         return True
 
+    def is_replaced(self) -> bool:
+        return False
+
     def withdraw(self) -> bool:
         return False
 

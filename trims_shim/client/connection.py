@@ -106,6 +106,7 @@ class Connection:
         self._stall_timeout_s = stall_timeout_s
         patience_s = max(_ANSWER_PATIENCE_S, stall_timeout_s / 3)
         self._answer_timeout_s = min(patience_s, stall_timeout_s)
+        self._socket = endpoint.stamp()
         self._handover = _connect(endpoint, timeout_s=self._answer_timeout_s)
         self._own = OwnDescriptor(self._handover.fileno())
         self._check = check
@@ -361,6 +362,10 @@ class Connection:
             self._receive_handover(time.monotonic() + self._answer_timeout_s)
             return True
         return False
+
+    def is_replaced(self) -> bool:
+        """Whether new connections get another daemon; this one may hang, or is about to end."""
+        return self.endpoint.stamp() not in (None, self._socket)
 
     def close(self) -> None:
         """Close the connection; the daemon releases the leases. A forked child leaves it open."""

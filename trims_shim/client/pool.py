@@ -65,6 +65,7 @@ class Line(Protocol):
     def release(self, lease: int) -> None: ...
     def withdraw(self) -> bool: ...
     def is_alive(self) -> bool: ...
+    def is_replaced(self) -> bool: ...
     def close(self) -> None: ...
 
 
@@ -201,19 +202,25 @@ class Pool:
                 connection.close()
 
     def _take_idle(self) -> Line | None:
-        while True:
+        """Take a connection to the current daemon. Others only keep their leases."""
+        for _ in range(len(self._idle)):
             try:
                 # In turn: an unread packet, granted to a load that was given up, holds memory.
                 connection = self._idle.pop(0)
             except IndexError:
                 return None
             try:
-                if connection.is_alive():
+                is_alive = connection.is_alive()
+                if is_alive and not connection.is_replaced():
                     return connection
             except BaseException:  # An interrupt: leases depend on it.
                 self._idle.append(connection)
                 raise
-            connection.close()
+            if is_alive:
+                self._idle.append(connection)
+            else:
+                connection.close()
+        return None
 
     def _connect(self, may_start: bool, *, is_heard: bool) -> Line:
         """Connect. ``is_heard``: wait for the Welcome, since a dying daemon accepts connections."""
