@@ -183,6 +183,24 @@ def test_a_daemon_that_says_nothing_is_not_waited_for(
         spawn.start(endpoint, timeout_s=0.1)
 
 
+def test_a_daemon_that_does_not_report_leaves_no_zombie(
+    endpoint: Endpoint, run_instead: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_instead("exit")
+    ended: list[int] = []
+
+    def never(*_: object) -> str:
+        ended.append(spawn._children[-1])
+        os.waitid(os.P_PID, ended[0], os.WEXITED | os.WNOWAIT)
+        raise DaemonTimeout("it does not report")
+
+    monkeypatch.setattr(spawn, "_read_line", never)
+    with pytest.raises(DaemonTimeout):
+        spawn.start(endpoint, timeout_s=PATIENCE_S)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(ended[0], os.WNOHANG)
+
+
 def test_a_failure_of_before_is_no_reason_not_to_try(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

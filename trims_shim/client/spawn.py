@@ -168,6 +168,7 @@ def _spawn(executable: str, endpoint: Endpoint, deadline: float) -> None:
             finally:
                 os.close(writer)
         _children.append(child)
+        stack.callback(_take_statuses)  # also if it does not report: there may be no next start
         line = _read_line(reader, deadline, endpoint)
     while child in _take_statuses() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
