@@ -188,6 +188,24 @@ def test_a_file_written_meanwhile_has_what_torch_would_see(daemon: FakeDaemon, p
     assert changed() == before + 1
 
 
+def test_a_file_that_is_half_written_as_the_cache_is_asked(
+    daemon: FakeDaemon, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, content = changed(), path.read_bytes()
+    ask = torch_from_file.arena_of_file
+
+    def ask_meanwhile(descriptor: int, name: object) -> Any:
+        path.write_bytes(content[: -NUMBERS.nbytes // 2])
+        return ask(descriptor, name)
+
+    monkeypatch.setattr(torch_from_file, "arena_of_file", ask_meanwhile)
+    with safe_open(path, "pt") as file:
+        tensor = file.get_tensor("w")
+    path.write_bytes(content)
+    assert torch.equal(tensor, NUMBERS)
+    assert changed() == before + 1
+
+
 def test_a_relative_name_is_of_the_directory_at_opening(
     daemon: FakeDaemon, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

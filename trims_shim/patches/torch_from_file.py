@@ -148,6 +148,10 @@ def served(file: _File) -> Any:
         arena = arena_of_file(descriptor, file.path)
     if arena is None:
         return None
+    # Its bytes would not be where the caller has read that they are, or not be there.
+    if arena.size_bytes != file.identity.size_bytes:
+        diagnostics.fallback("model_changed", what=file.path)
+        return None
     diagnostics.count("served", "from_file")
     return storage_of(arena)
 
