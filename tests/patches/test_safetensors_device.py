@@ -174,6 +174,28 @@ def test_a_file_replaced_before_its_first_tensor(devices: Devices, path: str) ->
     assert devices.opened == []
 
 
+def test_a_file_replaced_before_it_is_opened(
+    devices: Devices, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a file whose tensors will be moved, the image is asked for first."""
+
+    def on_and_replace(self: Any, place: Any) -> Any:
+        found = on(self, place)
+        safetensors.torch.save_file(state(), path + ".new")
+        os.replace(path + ".new", path)
+        return found
+
+    on = safetensors_device._DeviceImage._on
+    monkeypatch.setattr(safetensors_device._DeviceImage, "_on", on_and_replace)
+    token = safetensors_device.destination.set(0)
+    with safetensors.safe_open(path, "pt") as file:
+        safetensors_device.destination.reset(token)
+        weight = file.get_slice("a.weight")
+        assert weight.on_device(0, None) is None
+        assert_same(weight[:], safetensors.torch.load_file(path)["a.weight"])
+    assert reasons() == {"model_changed": 1}
+
+
 def test_threads_ask_once(devices: Devices, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found: each that wanted a tensor before the first had one asked, and was counted."""
 

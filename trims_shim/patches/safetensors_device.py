@@ -169,6 +169,15 @@ class _DeviceImage:
                     self._is_asked = True
         return self._found
 
+    @or_none
+    def is_current(self) -> bool | None:
+        """Whether its name still leads to the file; if not, that is counted."""
+        with opened(self._path) as descriptor:
+            if descriptor is not None and self._is_of(descriptor):
+                return True
+        torch_device.skip("model_changed", what=self._path)
+        return False
+
     def source(self, name: Any) -> _Source | None:
         """Return a tensor's; None where the compiled file has to answer, or refuse the name."""
         found = self.found() if type(name) is str else None
@@ -190,7 +199,7 @@ class _DeviceImage:
 
     def _on(self, place: Place) -> _Found | None:
         with opened(self._path) as descriptor:
-            if descriptor is None or Identity.from_stat(os.fstat(descriptor)) != self._identity:
+            if descriptor is None or not self._is_of(descriptor):
                 raise NotServed("model_changed", "it has changed since it was opened")
             arena = torch_device.arena_of_file(descriptor, self._path, place)
         if arena is None:
@@ -200,6 +209,9 @@ class _DeviceImage:
             raise UnsupportedFormat("the image is no safetensors file")
         diagnostics.count("served", "safetensors_device")
         return _Found(arena, {record.name: record for record in records}, place)
+
+    def _is_of(self, descriptor: int) -> bool:
+        return Identity.from_stat(os.fstat(descriptor)) == self._identity
 
 
 class _Found(NamedTuple):
@@ -268,6 +280,12 @@ class _DeviceFile:
 
 class _DeferredFile(_DeviceFile):
     """Stands in for a file opened on the CPU whose tensors will be moved."""
+
+    def __init__(self, file: Any, image: _DeviceImage) -> None:
+        super().__init__(file, image)
+        # The image was asked for first, and the file may be another one that has got its name.
+        if not image.is_current():
+            self._image = None
 
     @classmethod
     def opening(cls) -> contextlib.AbstractContextManager[Any]:
