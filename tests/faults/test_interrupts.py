@@ -69,6 +69,24 @@ def test_no_memory_is_lost_by_an_interrupt(running: World) -> None:
     running.assert_account()
 
 
+def test_no_descriptor_is_lost_by_an_interrupt_above_the_streams(running: World) -> None:
+    turns, descriptors = running.run(
+        INTERRUPTING
+        + """
+from trims_shim.client.descriptors import above_streams
+def enter():
+    with above_streams(): pass
+before = len(os.listdir('/proc/self/fd'))
+for turn in itertools.count():
+    if not is_interrupted(enter, turn):
+        say([turn, len(os.listdir('/proc/self/fd')) - before])
+        break
+"""
+    )
+    assert turns > 10
+    assert descriptors == 0
+
+
 def test_no_lease_of_a_prepared_model_is_lost_by_an_interrupt(prepared_world: World) -> None:
     turns, leases = prepared_world.run(
         INTERRUPTING

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Iterator
 
 __all__ = ["OwnDescriptor", "above_streams"]
@@ -49,17 +50,31 @@ def above_streams() -> Iterator[None]:
     _users.add(user)
     try:
         with contextlib.suppress(OSError):  # Without descriptors, nothing is opened.
-            # A device that no program opens for its streams: that would be taken for ours.
-            flags = os.O_PATH | os.O_CLOEXEC
-            while (each := OwnDescriptor(os.open("/dev/full", flags))).number < _STREAMS:
-                _placeholders.append(each)
-            each.close()
+            while _takes_stream():
+                pass
         yield
     finally:
         _users.discard(user)
         while _placeholders and not _users:
             with contextlib.suppress(IndexError):  # another thread has closed it
                 _placeholders.pop().close()
+
+
+def _takes_stream() -> bool:
+    """Open a placeholder; return whether it has got the number of a stream. Else it is closed."""
+    held: list[int] = []
+    closing = map(os.close, held)
+    try:
+        # A device that no program opens for its streams: that would be taken for ours. Opened and
+        # kept in one call, as an interrupt comes between calls.
+        held.extend(map(os.open, ("/dev/full",), (os.O_PATH | os.O_CLOEXEC,)))
+        if held[0] >= _STREAMS:
+            return False
+        _placeholders.append(OwnDescriptor(held[0]))
+        held.clear()
+        return True
+    finally:
+        deque(closing, maxlen=0)
 
 
 def _stamp(number: int) -> tuple[int, int] | None:
