@@ -15,6 +15,7 @@ from harness import LARGE_BYTES, PATIENCE_S, World, content, open_path, wait_unt
 
 from trims_shim.client import pool
 from trims_shim.errors import DaemonTimeout, DaemonUnavailable, TrimsError
+from trims_shim.wire.admin import GetStatusRequest
 
 
 def kill_while_loading(world: World) -> None:
@@ -220,6 +221,18 @@ def test_a_daemon_that_hangs_does_not_keep_its_clients_from_the_next(running: Wo
             assert bytes(memoryview(open_path(cache, world.file(seed)).buffer)) == content(seed)
             assert cache.welcome().pid == second
     assert bytes(memoryview(held.buffer)) == content(1)
+
+
+def test_a_socket_that_is_touched_costs_no_connection(running: World) -> None:
+    cache = running.cache()
+    path = os.path.join(running.sockets, "handover.sock")
+    for seed in (1, 2, 3):
+        open_path(cache, running.file(seed))
+        before = os.stat(path).st_ctime_ns
+        while os.stat(path).st_ctime_ns == before:
+            os.utime(path)
+    mine = [client for client in cache.request(GetStatusRequest()).clients if client.requests]
+    assert [client.pid for client in mine] == [os.getpid()]
 
 
 def test_without_autostart_a_dead_daemon_is_an_error(running: World) -> None:

@@ -29,12 +29,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trims_shim import diagnostics
 from trims_shim._version import __version__
 from trims_shim.children import installed_constant
 from trims_shim.client.descriptors import OwnDescriptor, above_streams
 from trims_shim.client.session import Conversation, error_from
 from trims_shim.client.threads import can_start, may_set_priority
-from trims_shim.errors import DaemonTimeout, DaemonUnavailable, IncompatibleDaemon, WireError
+from trims_shim.errors import (
+    DaemonTimeout,
+    DaemonUnavailable,
+    IncompatibleDaemon,
+    TrimsError,
+    WireError,
+)
 from trims_shim.late_imports import ensure_imported
 from trims_shim.specs import HOST_TIER
 from trims_shim.wire import codec, handover, messages
@@ -365,7 +372,18 @@ class Connection:
 
     def is_replaced(self) -> bool:
         """Whether new connections get another daemon; this one may hang, or is about to end."""
-        return self.endpoint.stamp() not in (None, self._socket)
+        stamp = self.endpoint.stamp()
+        if stamp in (None, self._socket):
+            return False
+        # Perhaps only its times have changed, as by chmod or touch: ask who listens there.
+        daemon = handover.peer_of(self._handover).pid  # 0 in another namespace
+        try:
+            with _connect(self.endpoint, timeout_s=0) as current:
+                if daemon and handover.peer_of(current).pid == daemon:
+                    self._socket = stamp
+        except TrimsError as error:
+            diagnostics.pass_on(error)
+        return stamp != self._socket
 
     def close(self) -> None:
         """Close the connection; the daemon releases the leases. A forked child leaves it open."""
