@@ -81,9 +81,10 @@ def test_the_command_that_pins_a_cold_file_can_be_run_as_it_is_said(
 
 
 @pytest.mark.parametrize("command", ["pin", "unpin", "verify"])
-def test_a_url_names_no_image(warmed: Trims, command: str) -> None:
+@pytest.mark.parametrize("suffix", [".pt", ".onnx"])
+def test_a_url_names_no_image(warmed: Trims, command: str, suffix: str) -> None:
     """Found: it was taken for a path, below the current directory."""
-    done = warmed(command, "https://me:secret@models.example/a b.pt")
+    done = warmed(command, f"https://me:secret@models.example/a b{suffix}")
     assert done.returncode == Exit.FAILED
     assert "secret" not in done.stderr
     assert os.getcwd() not in done.stderr

@@ -268,8 +268,9 @@ def unpin(arguments: argparse.Namespace) -> Exit:
 
 def _pin(arguments: argparse.Namespace, *, is_pinned: bool) -> Exit:
     name = arguments.image
+    request = admin.PinImageRequest(_name_of(name), is_pinned=is_pinned)
     try:
-        reply = cache().request(admin.PinImageRequest(_name_of(name), is_pinned=is_pinned))
+        reply = cache().request(request)
     except UnknownImage:
         if is_pinned and name.endswith(ONNX_SUFFIX):
             raise UnknownImage(f"{name}: prepared ONNX models are not pinned") from None
