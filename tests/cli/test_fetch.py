@@ -149,6 +149,18 @@ def test_evict_deletes_copies(trims: Trims, store: str) -> None:
         assert "'http://' is no URL" in trims(command, "http://").stderr
 
 
+@pytest.mark.parametrize("where", [("--tier", "host"), ("--device", "0")])
+def test_evict_from_memory_deletes_no_copy(
+    trims: Trims, store: str, where: tuple[str, str]
+) -> None:
+    """Found: a URL meant its copy, whatever the tier."""
+    trims("fetch", f"{store}/vit.pt")
+    done = trims("evict", f"{store}/vit.pt", *where)
+    assert done.returncode == Exit.FAILED
+    assert "name its local file" in done.stderr
+    assert "evicted 1 remote model" in trims("evict", f"{store}/vit.pt").stdout
+
+
 def test_evict_deletes_nothing_behind_a_link(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

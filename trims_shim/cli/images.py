@@ -289,7 +289,9 @@ def _pin(arguments: argparse.Namespace, *, is_pinned: bool) -> Exit:
 
 def evict(arguments: argparse.Namespace) -> Exit:
     """Drop one image or prepared model, or all that are neither leased nor pinned."""
-    is_remote = arguments.tier == "remote" or (not arguments.all and is_url(arguments.image))
+    is_anywhere = arguments.tier is None and arguments.device is None
+    is_of_url = not arguments.all and is_url(arguments.image)
+    is_remote = arguments.tier == "remote" or (is_anywhere and is_of_url)
     if is_remote and (arguments.all or arguments.image):
         return evict_copies("" if arguments.all else arguments.image, as_json=arguments.json)
     if arguments.image == "":  # Perhaps a variable that was not set; to the daemon it means all.
