@@ -9,6 +9,7 @@ import math
 import os
 import queue
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -23,9 +24,10 @@ import pytest
 import zmq
 from harness import PATIENCE_S
 
-from trims_shim import children, diagnostics
+from trims_shim import children, config, diagnostics
 from trims_shim.cli.daemon import stop_daemon
 from trims_shim.client import connection, spawn
+from trims_shim.client.pool import Pool
 from trims_shim.daemon import main as daemon
 from trims_shim.errors import (
     DaemonStartFailed,
@@ -199,6 +201,22 @@ def test_a_daemon_that_does_not_report_leaves_no_zombie(
         spawn.start(endpoint, timeout_s=PATIENCE_S)
     with pytest.raises(ChildProcessError):
         os.waitpid(ended[0], os.WNOHANG)
+
+
+def test_a_daemon_that_is_late_leaves_no_zombie(
+    endpoint: Endpoint, run_instead: Callable[[str], None]
+) -> None:
+    run_instead("exec sleep 60")
+    with pytest.raises(DaemonTimeout):
+        spawn.start(endpoint, timeout_s=0.1)
+    late = spawn._children[-1]
+    os.kill(late, signal.SIGKILL)
+    os.waitid(os.P_PID, late, os.WEXITED | os.WNOWAIT)
+    pool = Pool(config.load({}, socket_dir=endpoint.directory), endpoint)
+    with pytest.raises(DaemonUnavailable):
+        pool.ask(lambda line: line.welcome, may_start=False)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(late, os.WNOHANG)
 
 
 def test_a_failure_of_before_is_no_reason_not_to_try(

@@ -240,6 +240,7 @@ class Pool:
         return self._dial(check_protocol)
 
     def _dial(self, check: Callable[[messages.Welcome], None] | None) -> Connection:
+        spawn.take_statuses()
         return Connection(self._endpoint, stall_timeout_s=self._config.stall_timeout, check=check)
 
     def _replace(self) -> None:

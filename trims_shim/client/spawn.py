@@ -28,7 +28,7 @@ from trims_shim.late_imports import no_fork
 from trims_shim.wire.endpoint import Endpoint
 from trims_shim.wire.handover import wait_until_ready
 
-__all__ = ["start"]
+__all__ = ["start", "take_statuses"]
 
 _POLL_S = 0.02
 _REASON_LIMIT_BYTES = 4000
@@ -149,7 +149,7 @@ def _raise_failure_before(lock: int) -> None:
 
 
 def _spawn(executable: str, endpoint: Endpoint, deadline: float) -> None:
-    _take_statuses()
+    take_statuses()
     with contextlib.ExitStack() as stack:
         # A child that another thread forks here would keep the pipe open, and we miss its end.
         with no_fork():
@@ -168,9 +168,9 @@ def _spawn(executable: str, endpoint: Endpoint, deadline: float) -> None:
             finally:
                 os.close(writer)
         _children.append(child)
-        stack.callback(_take_statuses)  # also if it does not report: there may be no next start
+        stack.callback(take_statuses)  # also if it does not report: there may be no next start
         line = _read_line(reader, deadline, endpoint)
-    while child in _take_statuses() and time.monotonic() < deadline:
+    while child in take_statuses() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     word, _, reason = line.partition(" ")
     if word not in ("ready", "lost-race"):
@@ -240,8 +240,11 @@ def _inheritable() -> list[int]:
     return found
 
 
-def _take_statuses() -> list[int]:
-    """Reap first forks that have ended, so that no zombie is left; return the others."""
+def take_statuses() -> list[int]:
+    """Reap first forks that have ended, so that no zombie is left; return the others.
+
+    Some end after a start was given up.
+    """
     for child in list(_children):
         try:
             if os.waitpid(child, os.WNOHANG) == (0, 0):
