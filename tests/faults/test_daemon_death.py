@@ -212,7 +212,7 @@ def test_a_daemon_that_hangs_is_given_up(running: World, monkeypatch: pytest.Mon
 
 def test_a_daemon_that_hangs_does_not_keep_its_clients_from_the_next(running: World) -> None:
     world = running
-    cache = world.cache(stall_timeout="1")
+    cache = world.cache()
     held = open_path(cache, world.file(1))
     with world.stopped(world.pid()):
         shutil.rmtree(world.sockets)
