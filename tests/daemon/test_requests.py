@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import socket
@@ -361,6 +362,16 @@ class TestVerifying:
         assert (other.computed, failed.computed) == ("f" * 64, "")
         assert failed.tiers == (admin.TierCheck("host", "", "x" * 1000),)
         assert len(closed) == 2
+
+    def test_without_a_descriptor(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(_: Digest) -> Hashing:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        digest = server.load(b"sound", user=OWN)
+        monkeypatch.setattr(server.host.loader, "hashing", fail)
+        with pytest.raises(ReadFailed, match="Too many open files"):
+            server.ask(own(server), admin.VerifyImageRequest(digest))
+        assert not server.jobs
 
     def test_only_so_many_at_a_time(self, server: Server) -> None:
         digest = server.load(b"sound", user=OWN)

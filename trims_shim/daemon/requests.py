@@ -27,6 +27,7 @@ from trims_shim.errors import (
     AccessDenied,
     MalformedMessage,
     NoSpace,
+    ReadFailed,
     TrimsError,
     UnknownMessage,
 )
@@ -275,7 +276,10 @@ def _verify(daemon: Daemon, request: Request, message: admin.VerifyImageRequest)
     with contextlib.ExitStack() as held:
         hashings: dict[str, Hashing] = {}
         for tier in tiers:
-            hashings[tier.name] = tier.loader.hashing(digest)
+            try:
+                hashings[tier.name] = tier.loader.hashing(digest)
+            except OSError as error:  # out of descriptors
+                raise ReadFailed(f"image {digest[:12]} cannot be read: {error}") from error
             held.callback(hashings[tier.name].close)
         closing = held.pop_all()
 
