@@ -282,6 +282,31 @@ def test_a_job_without_a_thread_fails_alone(source: int, monkeypatch: pytest.Mon
             os.fstat(descriptor)
 
 
+def test_one_that_is_killed_before_it_has_read_all_is_no_error(
+    make: Callable[..., Harness], source: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    harness = make()
+    with harness.uploader.job() as job:
+        job.plan(source, size_bytes=len(CONTENT), limit_bytes=1 << 30, is_hashed=True, name="m")
+        os.kill(harness.pid, signal.SIGSTOP)
+        wait_until(lambda: process_state(harness.pid) == "T", "it is stopped")
+        job._send(duties.UploadPart(job.number, 0), source)
+        os.kill(harness.pid, signal.SIGKILL)
+        wait_until(lambda: "died: signal 9" in caplog.text, "its death is noted")
+    assert len(caplog.records) == 1
+
+
+def test_a_daemon_that_is_gone_before_it_has_read_all_is_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        handover.send(theirs, duties.UploadProgress(1, 1))
+        ours.close()
+        process_module._Jobs(theirs, "GPU-1", "vmm").run()
+    assert not caplog.records
+
+
 _SAME_FINGERPRINT = (
     (5120, 3584, 5632, 4608, 1024, 2560, 1536, 3072, 4096, 2048),
     (3584, 1536, 5632, 4096, 3072, 2048, 5120, 4608, 2560, 1024),

@@ -152,6 +152,8 @@ class _Jobs:
         while True:
             try:
                 packet = handover.receive(self._connection)
+            except ConnectionError:  # The daemon is gone, and did not read all answers.
+                return
             except (WireError, OSError) as error:
                 _logger.error("uploader of %s: %s", self._device, error)
                 return

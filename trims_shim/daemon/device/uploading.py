@@ -480,6 +480,8 @@ class _Process:
         while True:
             try:
                 packet = handover.receive(self._connection)
+            except ConnectionError:  # It is gone, and did not read all that it was sent.
+                break
             except (WireError, OSError) as error:
                 _logger.error("uploader %d of %s: %s", self.pid, self.device, error)
                 break
