@@ -420,6 +420,32 @@ class TestLife:
         assert world.outcome(model) == "refused preparer_stalled"
         assert world.preparer.verdicts == [True, False], "it is not wanted any more"
 
+    def test_one_that_was_given_up_and_is_made_all_the_same(
+        self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Found: it was on the disk, in no account, and could not be evicted."""
+        files = world.prepared._files
+        is_asked, answers, publish = threading.Event(), threading.Event(), files.publish
+
+        def hang(*arguments: Any) -> Any:
+            is_asked.set()
+            answers.wait(PATIENCE_S)
+            return publish(*arguments)
+
+        monkeypatch.setattr(files, "publish", hang)
+        assert world.outcome(model) == "preparing"
+        wait_until(
+            lambda: world.prepared.finish() or is_asked.is_set(), "it is about to be published"
+        )
+        now_s = time.monotonic() + world.preparer.timeout_s + 61
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "monotonic", lambda: now_s)
+            world.prepared.tend()
+        answers.set()
+        wait_until(lambda: not self.goes_on(world), "the thread is done")
+        assert world.prepared.storage().resident_bytes > 0
+        world.hit(model)
+
     @staticmethod
     def goes_on(world: World) -> bool:
         world.prepared.finish()

@@ -568,10 +568,13 @@ class PreparedModels:
 
     def _on_ended(self, event: Ended) -> None:
         job, published = event.job, event.published
-        if not self._jobs.end(job):
-            return
         if job.known is not None:
             self._store.learn(job.known)
+        if not self._jobs.end(job):
+            if published is not None:  # It takes its room all the same.
+                self._adopt(published)
+                self._execute(self._store.fit())
+            return
         if published is not None:
             self._front.counters["prepared_made"] += 1
             self._published.setdefault(job.key, published)
