@@ -684,6 +684,15 @@ def test_closing_ends_the_workers() -> None:
     wait_until(lambda: batch_threads() <= before, "the end of the worker")
 
 
+def test_closing_ends_a_worker_whose_time_nobody_waits_for() -> None:
+    before = batch_threads()
+    batcher = Batcher(runners, max_batch_size=2, policy=patient)
+    future = batcher.submit(1)  # a worker keeps the time
+    assert batcher(2) == future.result(LONG_S) == threading.get_ident()
+    batcher.close(timeout_s=LONG_S)
+    wait_until(lambda: batch_threads() <= before, "the end of the worker")
+
+
 def test_closing_ends_a_worker_that_an_interrupt_left_without_a_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -220,6 +220,9 @@ class ThreadDispatch(Dispatch):
 
     def rest(self) -> None:
         """See :class:`Dispatch`."""
+        keeper = self._keeper
+        if keeper is not None:
+            keeper.wake_ns = None  # of a wait that has ended before its time
         # Not only those in `_idle`: an interrupt may have left one in neither that nor a job.
         _wake_all(list(self._seats.values()))
 
