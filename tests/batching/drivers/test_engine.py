@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import functools
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from typing import Any
 import pytest
 from forks import passes_in_child
 
-from tests.batching.waiting import LONG_S, Gate, wait_until, wait_until_main_sleeps
+from tests.batching.waiting import LONG_S, Gate, join, start, wait_until, wait_until_main_sleeps
 from trims_shim.batching import Batcher, batched
 from trims_shim.batching.drivers import engine as engines
 from trims_shim.batching.drivers import threads
@@ -613,3 +614,26 @@ def test_batchers_that_are_made_while_the_interpreter_ends(
     engines.at_exit.clear()
     assert made[0]._engine in finished
     assert len(made) > 1
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_nobody_waits_for_one_that_is_interrupted_while_it_begins_to_wait(step: int) -> None:
+    done: list[None] = []
+    left = engines._Countdown(2, lambda: done.append(None))
+    steps = itertools.count()
+
+    def handler(frame: types.FrameType, event: str, argument: object) -> Any:
+        if frame.f_code is engines._Countdown.count.__code__ and next(steps) == step:
+            # It waits for a batch, whose thread has to tell the one below, too.
+            join(start(left.count))
+        return handler
+
+    before = sys.gettrace()
+    sys.settrace(handler)
+    try:
+        left.count()
+    finally:
+        sys.settrace(before)
+    if next(steps) <= step:  # it has fewer
+        left.count()
+    assert len(done) == 1

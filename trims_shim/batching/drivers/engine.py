@@ -16,6 +16,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -330,15 +331,13 @@ class EngineKind:
 
 class _Countdown:
     def __init__(self, number: int, on_zero: Callable[[], None]) -> None:
-        self._left = number
+        # Taken in one step, without a lock: a signal handler that waits in the middle of it would
+        # keep it from the thread that it waits for.
+        self._left = deque(range(number))
         self._on_zero = on_zero
-        self._lock = threading.Lock()
 
     def count(self) -> None:
-        with self._lock:
-            self._left -= 1
-            is_zero = not self._left
-        if is_zero:
+        if self._left and not self._left.pop():
             self._on_zero()
 
 
