@@ -714,6 +714,30 @@ def test_closing_ends_a_worker_that_an_interrupt_left_without_a_job(
     assert batch_threads() <= before
 
 
+def test_a_finalizer_in_a_worker_waits_for_no_batch_that_this_worker_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    errors: list[Exception] = []
+
+    def finalize() -> None:
+        try:
+            batcher.drain(0.01)
+        except (RuntimeError, TimeoutError) as error:
+            errors.append(error)
+
+    class Idle(list[Seat]):
+        def append(self, seat: Seat) -> None:
+            finalize()
+            super().append(seat)
+
+    with greedy(runners) as batcher:
+        monkeypatch.setattr(threads, "adopt_torch_threads", finalize)
+        batcher._engine.threads()._idle = Idle()
+        assert batcher.submit(1).result(LONG_S) is not None
+        batcher.drain(LONG_S)
+    assert [type(error) for error in errors] == [RuntimeError] * 2
+
+
 def test_no_more_workers_than_devices() -> None:
     gate = Gate()
     before = batch_threads()

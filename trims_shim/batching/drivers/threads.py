@@ -195,12 +195,17 @@ class ThreadDispatch(Dispatch):
 
     def work(self, worker: Seat) -> bool:
         """One step of a worker's life; False if it has nothing to do and keeps no time."""
-        job = worker.job
-        if job is not None:
-            worker.job = None
-            self._run_in_worker(job)
-            self._idle.append(worker)
-            self.post(job, worker)
+        if worker.job is not None:
+            ident = self._enter()  # until it is reported: a finalizer cannot wait for it here
+            try:
+                job, worker.job = worker.job, None
+                if job is not None:
+                    self._run_in_worker(job)
+                    self._idle.append(worker)
+                    self._inbox.append(job)
+            finally:
+                self._exit(ident)
+            self.settle(worker)
         elif worker.wake_ns is not None:
             self._wait(worker)
         else:
@@ -241,13 +246,9 @@ class ThreadDispatch(Dispatch):
             job.deliver_surely()
 
     def _execute(self, job: Job) -> None:
-        ident = self._enter()
-        try:
-            if job.results is None:
-                self._run(job)
-            job.deliver()
-        finally:
-            self._exit(ident)
+        if job.results is None:
+            self._run(job)
+        job.deliver()
 
     def _run(self, job: Job) -> None:
         entries = job.begin(self.options.clock_ns())
