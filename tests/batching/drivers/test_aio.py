@@ -1101,6 +1101,22 @@ def test_closing_while_an_asynchronous_function_is_measured() -> None:
     closing.join()
 
 
+def test_a_loop_that_ends_as_an_asynchronous_function_begins_to_be_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batcher = greedy(adouble)
+    loop = batcher._engine.own_loop().loop
+
+    def create_task(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        monkeypatch.undo()
+        loop.stop()  # after this step, and before the task's first one
+        return loop.create_task(coroutine)
+
+    monkeypatch.setattr(loop, "create_task", create_task)
+    assert isinstance(raised_by(lambda: batcher.warm(1)), BatchingError)
+    batcher.close(timeout_s=LONG_S)
+
+
 def test_who_asks_a_loop_that_has_just_ended_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(threading.enumerate())
     batcher = greedy(adouble)

@@ -279,7 +279,12 @@ class LoopDispatch(Dispatch):
 
     def _start_now(self, entries: list[Entry], done: BatchFuture[list[Any]]) -> None:
         task = self._direct[done] = self.loop.create_task(self._run_now(entries, done))
-        task.add_done_callback(lambda _: self._direct.pop(done, None))
+        task.add_done_callback(lambda _: self._ended_now(done))
+
+    def _ended_now(self, done: BatchFuture[list[Any]]) -> None:
+        if not done.done():  # cancelled before its first step
+            done.fail(self._cancelled())
+        self._direct.pop(done, None)
 
     async def _run_now(self, entries: list[Entry], done: BatchFuture[list[Any]]) -> None:
         try:
