@@ -1117,6 +1117,36 @@ def test_a_loop_that_ends_as_an_asynchronous_function_begins_to_be_measured(
     batcher.close(timeout_s=LONG_S)
 
 
+def test_what_begins_while_a_loop_tidies_up_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun, is_cancelled = threading.Event(), threading.Event()
+    raised: list[BaseException] = []
+
+    async def sleeps(items: list[int]) -> list[int]:
+        has_begun.set()
+        try:
+            await asyncio.sleep(LONG_S)
+        except asyncio.CancelledError:
+            is_cancelled.set()
+            raise
+        return items
+
+    async def shutdown_asyncgens() -> None:
+        measuring.start()
+        while not has_begun.is_set():
+            await asyncio.sleep(0.001)
+
+    batcher = greedy(sleeps)
+    loop = batcher._engine.own_loop().loop
+    measuring = threading.Thread(
+        target=lambda: raised.append(raised_by(lambda: batcher.warm(1))), daemon=True
+    )
+    monkeypatch.setattr(loop, "shutdown_asyncgens", shutdown_asyncgens)
+    batcher.close(timeout_s=LONG_S)
+    assert is_cancelled.wait(LONG_S)
+    join(measuring)
+    assert isinstance(raised[0], BatchingError)
+
+
 def test_who_asks_a_loop_that_has_just_ended_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(threading.enumerate())
     batcher = greedy(adouble)

@@ -278,6 +278,8 @@ class LoopDispatch(Dispatch):
             del done  # it may have an error, whose traceback has this frame
 
     def _start_now(self, entries: list[Entry], done: BatchFuture[list[Any]]) -> None:
+        if self._is_lost:
+            return  # its loop tidies up, and fails it at the end
         task = self._direct[done] = self.loop.create_task(self._run_now(entries, done))
         task.add_done_callback(lambda _: self._ended_now(done))
 
@@ -553,7 +555,7 @@ def _tidy_up(loop: asyncio.AbstractEventLoop, dispatch_ref: weakref.ref[LoopDisp
     """As ``asyncio.run`` ends: tasks and generators that batches left behind may clean up.
 
     For at most :data:`JOIN_S` each. Then batches that still run, as users' code has stopped the
-    loop, are failed, and their tasks end.
+    loop, are failed, and their tasks end; so do those that have begun meanwhile.
     """
     left = asyncio.all_tasks(loop)
     if (dispatch := dispatch_ref()) is not None:
@@ -564,4 +566,5 @@ def _tidy_up(loop: asyncio.AbstractEventLoop, dispatch_ref: weakref.ref[LoopDisp
         loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), JOIN_S))
     if (dispatch := dispatch_ref()) is not None:
         dispatch.lose()
-        _cancel(loop, dispatch._tasks)
+    del dispatch
+    _cancel(loop, asyncio.all_tasks(loop) - left)
