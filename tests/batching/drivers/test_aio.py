@@ -1117,6 +1117,26 @@ def test_a_loop_that_ends_as_an_asynchronous_function_begins_to_be_measured(
     batcher.close(timeout_s=LONG_S)
 
 
+def test_no_timer_holds_the_function_of_a_closed_batcher() -> None:
+    async def main() -> None:
+        async def function(items: list[int]) -> list[int]:
+            return items
+
+        held = weakref.ref(function)
+        batcher = Batcher(
+            function, max_batch_size=2, policy=functools.partial(Window, wait_ms=1000 * LONG_S)
+        )
+        assert await asyncio.gather(batcher.aio(1), batcher.aio(2)) == [1, 2]
+        await batcher.aclose()
+        del batcher, function
+        for _ in range(3):  # what has ended is let go of in the loop's next steps
+            await asyncio.sleep(0)
+        gc.collect()
+        assert held() is None
+
+    asyncio.run(main())
+
+
 def test_what_begins_while_a_loop_tidies_up_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     has_begun, is_cancelled = threading.Event(), threading.Event()
     raised: list[BaseException] = []

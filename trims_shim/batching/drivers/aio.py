@@ -381,6 +381,9 @@ class LoopDispatch(Dispatch):
 
     def _keep_time(self, wake_ns: int | None) -> None:
         if wake_ns is None:
+            if self._is_shut and self._timer is not None:
+                self._timer.cancel()  # else the loop would hold the function until then
+                self._timer = None
             return
         if self._timer is not None:
             if self._timer_ns <= wake_ns:
