@@ -78,6 +78,31 @@ def test_memory_stays_readable_for_a_while_when_other_threads_run(
         other.join(PATIENCE_S)
 
 
+@pytest.mark.parametrize("stays", [True, False])
+def test_the_program_may_stop_the_clock(monkeypatch: pytest.MonkeyPatch, stays: bool) -> None:
+    """Found, with freezegun: what was retired meanwhile, and all that came later, was kept."""
+    monkeypatch.setattr(reclaim, "GRACE_S", 0.05)
+    owner = Owner()
+    gone = weakref.ref(owner)
+    blocks = [reclaim.RetiredBlock(owner, owner.address, SIZE_BYTES)]
+    del owner
+    stop = threading.Event()
+    other = threading.Thread(target=stop.wait, args=(PATIENCE_S,))
+    other.start()
+    try:
+        with monkeypatch.context() as stopped:
+            clock = SimpleNamespace(monotonic=lambda: 1.7e9, sleep=time.sleep)
+            stopped.setattr(reclaim, "time", clock)
+            reclaim.retire(blocks)
+            if stays:
+                wait_until(lambda: gone() is None)
+        wait_until(lambda: gone() is None)
+    finally:
+        reclaim._is_hurried = True  # if it has failed, for the tests after it
+        stop.set()
+        other.join(PATIENCE_S)
+
+
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()], ids=repr)
 def test_without_a_thread_it_is_done_at_once(
     monkeypatch: pytest.MonkeyPatch, error: Exception

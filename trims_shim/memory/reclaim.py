@@ -105,7 +105,10 @@ def _run() -> None:
     try:
         while _batches:
             batch = _batches[0]
-            while not _is_hurried and time.monotonic() < batch.due_s:
+            # Counted too: a test may have stopped the clock, as freezegun does.
+            for _ in range(round(GRACE_S / _POLL_S)):
+                if _is_hurried or time.monotonic() >= batch.due_s:
+                    break
                 time.sleep(_POLL_S)
             _release(batch.blocks)
             _batches.popleft()  # a fork waits for this
