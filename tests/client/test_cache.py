@@ -455,6 +455,24 @@ def test_a_daemon_that_hangs_is_asked_less_and_less(
     assert connections._pause.length_s == pool._LEAST_PAUSE_S, "it had answered"
 
 
+def test_a_pause_ends_with_the_clock_of_which_it_was(
+    socket_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found, with freezegun: after a failure in its time no daemon was asked any more."""
+    connections = Cache(config.load({}, socket_dir=str(socket_directory)))._pool
+
+    def hang(line: object) -> None:
+        raise DaemonTimeout("it hangs")
+
+    monkeypatch.setattr(connections, "_ask_twice", lambda ask, may_start: ask(None))
+    with monkeypatch.context() as stopped:
+        stopped.setattr(pool.time, "monotonic", lambda: 1.7e9)
+        for _ in range(2):
+            with pytest.raises(DaemonTimeout):
+                connections.ask(hang, may_start=True)
+    assert connections.ask(lambda line: "answer", may_start=True) == "answer"
+
+
 def test_a_daemon_that_dies_of_each_request_is_left_alone(
     socket_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
