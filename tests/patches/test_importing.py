@@ -396,6 +396,17 @@ def test_modules_that_are_not_under_a_name(
     assert seen == [1]
 
 
+def _finder(found: str, loader: Any) -> Any:
+    """Of one module, with a loader that is no :class:`importlib.abc.Loader`."""
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, *_: Any) -> Any:
+            return importlib.machinery.ModuleSpec(name, loader) if name == found else None
+
+    return Finder()
+
+
 def test_what_is_no_module_is_imported_while_hooks_are_overdue(
     overdue: Overdue,
 ) -> None:
@@ -411,15 +422,9 @@ def test_what_is_no_module_is_imported_while_hooks_are_overdue(
         def exec_module(self, module: Any) -> None:
             module.value = 3
 
-    class Finder:
-        @staticmethod
-        def find_spec(name: str, *_: Any) -> Any:
-            is_ours = name == "waited_bare"
-            return importlib.machinery.ModuleSpec(name, Loader()) if is_ours else None  # type: ignore[arg-type]
-
     seen: list[int] = []
     overdue(lambda: seen.append(1))
-    sys.meta_path.append(Finder())  # type: ignore[arg-type]
+    sys.meta_path.append(_finder("waited_bare", Loader()))
     assert importlib.import_module("waited_bare").value == 3
     assert seen == [1]
 
@@ -435,15 +440,9 @@ def test_a_loader_of_the_old_kind(module: MakeModule) -> None:
         def load_module(name: str) -> ModuleType:
             return sys.modules.setdefault(name, ModuleType(name, "old"))
 
-    class Finder:
-        @staticmethod
-        def find_spec(name: str, *_: Any) -> Any:
-            is_ours = name == "waited_old"
-            return importlib.machinery.ModuleSpec(name, Loader()) if is_ours else None  # type: ignore[arg-type]
-
     seen: list[int] = []
     call_when_imported("waited_old", lambda: seen.append(1))
-    sys.meta_path.append(Finder())  # type: ignore[arg-type]
+    sys.meta_path.append(_finder("waited_old", Loader()))
     assert importlib.import_module("waited_old").__doc__ == "old"
     importlib.import_module(module("waited_next", ""))
     assert seen == [1]
