@@ -19,6 +19,7 @@ LAYERS = (
     (
         "_version",
         "errors",
+        "checks",
         "specs",
         "config",
         "directories",

@@ -40,6 +40,10 @@ def window(wait_ms: Any) -> Any:
     return POLICIES["window"](PROFILE, max_batch_size=2, wait_ms=wait_ms)
 
 
+def linear(**options: Any) -> LatencyProfile:
+    return LatencyProfile.linear(**{"alpha_ms": 1, "beta_ms": 1, "max_batch_size": 2, **options})
+
+
 def makes_nothing(profile: LatencyProfile, *, max_batch_size: int) -> None:
     """As where a return was forgotten."""
 
@@ -64,6 +68,9 @@ generates = functools.partial(generation, same, max_new_tokens=3)
         (staged, "devices", ["cuda:0", 1.5, []]),
         (staged, "buffer_pairs", ["2", 1.5, 0, None]),
         (staged, "max_active", ["2", 1.5, NAN, 0]),
+        (linear, "alpha_ms", ["1", None, NAN, -1, INFINITY]),
+        (linear, "beta_ms", ["1", None, NAN, -1, 10**400]),
+        (linear, "max_batch_size", ["1", 1.5, 0, 1 << 80]),
         (staged, "profile", [5, []]),
         (flex, "devices", ["cuda:0", 1.5, [], -1]),
         (flex, "preemption_factor", ["3", NAN]),
@@ -73,8 +80,10 @@ generates = functools.partial(generation, same, max_new_tokens=3)
         (flex, "name", [5, b"x"]),
         (flex, "profiles", [5, [PROFILE], PROFILE, {"b": PROFILE}]),
         (Pad, "axis", ["0", 1.5, None, -1]),
-        (Pad, "fields", ["input_ids"]),
-        (Pad, "unpad", ["logits"]),
+        (Pad, "fields", ["input_ids", 1, True]),
+        (Pad, "unpad", ["logits", 1]),
+        (Pad, "mask", [["mask"], 1]),
+        (Pad, "value", [None, "0", [0], {"a": None}]),
         (functools.partial(StagedModel, [same]), "profile", [PROFILE, 5]),
         (window, "wait_ms", ["3", NAN, INFINITY, -1, None]),
         (functools.partial(generation, same), "max_new_tokens", ["3", 1.5, INFINITY, 0]),
@@ -117,6 +126,16 @@ def test_wrong_bounds_of_warming_are_named() -> None:
             with pytest.raises((TypeError, ValueError), match=option):
                 batcher().warm(1, **{option: value})
     assert batcher().warm(1, repeats=1, limit_s=INFINITY).max_batch_size == 32
+
+
+def test_a_number_of_numpy_is_a_multiple() -> None:
+    pads = Batcher(lambda batch: list(batch.values), collate=Pad(multiple=np.int64(3)))  # type: ignore[arg-type]
+    assert pads(np.ones(2)).tolist() == [1, 1, 0]
+
+
+def test_a_device_of_torch_is_its_name() -> None:
+    torch = pytest.importorskip("torch")
+    assert flex(devices=[torch.device("cpu")])("a", 1) == 1
 
 
 def test_models_have_names() -> None:

@@ -154,17 +154,23 @@ def test_the_first_allocation_fits_and_is_complete(seed: int) -> None:
         (lambda: Problem([], {"a": member()}), "needs a device"),
         (lambda: Problem(gpus(1), {}), "needs a device, a member"),
         (lambda: Problem(gpus(1), {"a": member()}, ()), "and a batch size"),
-        (lambda: Problem(gpus(1), {"a": member()}, (8, 0)), "from 1 on"),
+        (
+            lambda: Problem(gpus(1), {"a": member()}, (8, 0)),
+            "a size of batch_sizes is 0; it has to be 1 or more",
+        ),
         (lambda: Problem(gpus(1) * 2, {"a": member()}), "given twice: gpu:0, gpu:0"),
         (
             lambda: Problem([Device("cpu:0", 1), Device("cpu:1", 2)], {"a": member()}),
             "pool 'cpu' have different memory",
         ),
-        (lambda: Problem([Device("gpu", -1)], {"a": member()}), "'gpu' has -1 bytes"),
-        (lambda: Problem([Device("gpu", math.nan)], {"a": member()}), "'gpu' has nan bytes"),  # type: ignore[arg-type]
+        (lambda: Problem([Device("gpu", -1)], {"a": member()}), "memory_bytes of 'gpu' is -1"),
+        (
+            lambda: Problem([Device("gpu", math.nan)], {"a": member()}),
+            "memory_bytes of 'gpu' is nan",
+        ),  # type: ignore[arg-type]
         (
             lambda: Problem(gpus(1), {"a": MemberProfile({"gpu": Footprint(1, 1, -1)})}),
-            "'a' on gpu has .*sample_bytes=-1",
+            "sample_bytes of 'a' on gpu is -1",
         ),
     ],
 )

@@ -32,24 +32,36 @@ def test_an_objective_is_a_number() -> None:
 @pytest.mark.parametrize(
     ("devices", "options", "demand_qps", "message"),
     [
-        ({"gpu": -1}, [], {}, "-1 devices of the kind 'gpu'"),
-        ({"gpu": float("nan")}, [], {}, "nan devices of the kind 'gpu'"),
-        ({"gpu": 1}, [], {"cats": -1}, "demand of -1 requests a second for 'cats'"),
-        ({"gpu": 1}, [], {"cats": float("nan")}, "demand of nan"),
+        ({"gpu": -1}, [], {}, r"devices\['gpu'\] is -1; it has to be 0 or more"),
+        ({"gpu": 1}, [], {"cats": -1}, r"demand_qps\['cats'\] is -1; it has to be 0 or more"),
+        ({"gpu": 1}, [], {"cats": float("nan")}, r"demand_qps\['cats'\] is nan"),
         ({"cpu": 1}, [CAT], {}, "large on gpu: there is no such kind"),
         ({"gpu": 1}, [CAT, CAT], {}, "large on gpu .cats. is given twice"),
-        ({"gpu": 1}, [option("cats", "x", "gpu", -1, 4)], {}, "x on gpu has an accuracy of -1"),
+        ({"gpu": 1}, [option("cats", "x", "gpu", -1, 4)], {}, "the accuracy of x on gpu is -1"),
         (
             {"gpu": 1},
             [option("cats", "x", "gpu", float("inf"), 4)],
             {},
-            "x on gpu has an accuracy of inf",
+            "the accuracy of x on gpu is inf, which is too much",
         ),
     ],
 )
 def test_nonsense_is_refused(devices, options, demand_qps, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):
         Problem(devices, options, demand_qps)
+
+
+@pytest.mark.parametrize(
+    ("devices", "demand_qps", "message"),
+    [
+        ({"gpu": 2.5}, {}, r"devices\['gpu'\] is 2.5; it has to be a whole number"),
+        ({"gpu": None}, {}, r"devices\['gpu'\] is None"),
+        ({"gpu": 1}, {"cats": "9"}, r"demand_qps\['cats'\] is '9'; it has to be a number"),
+    ],
+)
+def test_what_is_no_number_is_refused(devices, demand_qps, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(TypeError, match=message):
+        Problem(devices, [], demand_qps)
 
 
 def test_a_demand_that_was_seen_is_that_of_families_with_an_option() -> None:

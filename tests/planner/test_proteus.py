@@ -307,8 +307,8 @@ def test_a_family_without_options_is_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"headroom": 0.0}, "headroom of 0.0 is not positive"),
-        ({"headroom": math.inf}, "headroom of inf is not positive, or too large"),
+        ({"headroom": 0.0}, "headroom is 0.0; it has to be more than 0"),
+        ({"headroom": math.inf}, "headroom is inf, which is too much"),
         ({"gap": -1.0}, "gap is -1.0; it has to be 0 or more"),
         ({"gap": math.nan}, "gap is nan"),
         ({"time_limit_s": 0.0}, "time_limit_s is 0.0; it has to be more than 0"),

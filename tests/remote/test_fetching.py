@@ -850,7 +850,7 @@ def test_a_copy_of_another_digest_is_not_given(web: WebServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "digest", ["", "sha256:12", "0" * 64, f"sha256:{'g' * 64}", f"md5:{'0' * 32}"]
+    "digest", ["", "sha256:12", "0" * 64, f"sha256:{'g' * 64}", f"md5:{'0' * 32}", 5]
 )
 def test_what_is_no_digest(digest: str, web: WebServer) -> None:
     with pytest.raises(ConfigError, match="is no digest"):
@@ -901,6 +901,8 @@ def test_what_is_asked_for_stays_even_without_a_budget(
 
 
 def test_paths_are_no_urls() -> None:
+    with pytest.raises(ConfigError, match=r"PosixPath\('model.pt'\) is no URL"):
+        trims_shim.fetch(Path("model.pt"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="is no URL"):
         trims_shim.fetch("/models/vit.pt")
 

@@ -8,7 +8,7 @@ import operator
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trims_shim import config
@@ -16,6 +16,7 @@ from trims_shim.batching.drivers.functions import without_partial
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.profiles.profile_store import ProfileStore, load_profile
 from trims_shim.batching.protocol import NEVER_NS
+from trims_shim.checks import no_flag, whole
 from trims_shim.errors import ConfigError
 
 __all__ = [
@@ -31,19 +32,15 @@ __all__ = [
     "open_store",
     "patience_s",
     "prior_of",
-    "sizes",
     "span_ns",
     "takes_self",
     "weight_limit",
-    "whole",
 ]
 
 _NS_PER_MS = 1_000_000
 _LONGEST_NS = NEVER_NS // 4
 """73 years. A longer limit means no deadline. A time added to this one stays below NEVER_NS."""
 _MAX_BATCH_SIZE = 32
-_MOST = 1 << 20
-"""Bounds memory: a profile has a latency for each batch size, a queue a token for each place."""
 
 
 def objective_ns(slo_ms: float | None) -> int:
@@ -62,7 +59,7 @@ def span_ns(name: str, limit_ms: float) -> int:
     ``name`` is the option's, for messages. Raises TypeError, ValueError.
     """
     try:
-        is_nan = math.isnan(_no_flag(limit_ms))
+        is_nan = math.isnan(no_flag(limit_ms))
     except TypeError:
         raise TypeError(f"{name} is {limit_ms!r}; it has to be a number of milliseconds") from None
     if is_nan:
@@ -77,36 +74,6 @@ def patience_s(name: str, limit_s: float) -> float:
     """A checked timeout, at most as long as threads can wait."""
     found: float = number(name, limit_s)
     return min(found, threading.TIMEOUT_MAX)
-
-
-def whole(name: str, value: Any) -> int:
-    """A checked count, from 1 to ``_MOST``."""
-    try:
-        found = operator.index(_no_flag(value))
-    except TypeError:
-        raise TypeError(f"{name} is {value!r}; it has to be a whole number") from None
-    if found < 1:
-        raise ValueError(f"{name} is {value}; it has to be 1 or more")
-    if found > _MOST:
-        raise ValueError(f"{name} is {value}; it has to be {_MOST} or less")
-    return found
-
-
-def _no_flag(value: Any) -> Any:
-    """Return ``value``. Raises TypeError for a boolean, which Python takes for a number."""
-    if isinstance(value, bool):
-        raise TypeError("a boolean")
-    return value
-
-
-def sizes(name: str, values: Any) -> list[int]:
-    """A list of checked counts."""
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise TypeError(f"{name} is {values!r}; it has to be a list of whole numbers")
-    found = [whole(name, each) for each in values]
-    if not found:
-        raise ValueError(f"{name} is empty")
-    return found
 
 
 def largest_of(max_batch_size: Any, batch_sizes: Sequence[int] | None) -> int:
@@ -135,7 +102,7 @@ def devices_of(value: Any) -> int | list[str]:
     if not isinstance(value, Sequence):
         return whole("devices", value)
     whole("devices", len(value))
-    return list(value)
+    return [*map(str, value)]  # torch.device is known by its name, too
 
 
 def number(name: str, value: Any) -> Any:

@@ -30,11 +30,9 @@ from trims_shim.batching.arguments import (
     open_store,
     patience_s,
     prior_of,
-    sizes,
     span_ns,
     takes_self,
     weight_limit,
-    whole,
 )
 from trims_shim.batching.collating.collate import Collate, CollateSpec
 from trims_shim.batching.drivers.dispatch import Dispatch
@@ -51,6 +49,7 @@ from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.stage_statistics import StagedStats
 from trims_shim.batching.statistics import BatcherStats
+from trims_shim.checks import sizes, whole
 from trims_shim.diagnostics import pass_on
 from trims_shim.errors import BatcherClosed
 from trims_shim.late_imports import ensure_imported

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
-from trims_shim.batching.arguments import objective_ns, patience_s, whole
+from trims_shim.batching.arguments import objective_ns, patience_s
 from trims_shim.batching.policies.registry import rule_maker
+from trims_shim.checks import whole
 from trims_shim.cluster.actor import DeviceActor, Loader
 from trims_shim.cluster.driving import Driver
 from trims_shim.cluster.fleet import Fleet

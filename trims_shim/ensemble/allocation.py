@@ -14,9 +14,10 @@ ensembles of deep neural networks" (2022, arXiv:2208.14049), section 2.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from trims_shim.batching.profiles.profile import LatencyProfile
+from trims_shim.checks import check_amount, whole
 from trims_shim.errors import PlanningError
 
 __all__ = [
@@ -94,19 +95,20 @@ class Problem:
     def __post_init__(self) -> None:
         if not self.devices or not self.members or not self.batch_sizes:
             raise ValueError("an allocation needs a device, a member and a batch size")
-        if not all(size >= 1 for size in self.batch_sizes):
-            raise ValueError(f"batch_sizes is {list(self.batch_sizes)}; sizes from 1 on are needed")
+        for size in self.batch_sizes:
+            whole("a size of batch_sizes", size)
         names = [device.name for device in self.devices]
         if len(set(names)) < len(names):
             raise ValueError(f"a device is given twice: {', '.join(names)}")
         for name, profile in self.members.items():
             for kind, footprint in profile.footprints.items():
-                if not all(size >= 0 for size in astuple(footprint)):
-                    raise ValueError(f"member {name!r} on {kind} has {footprint}")
+                for what, size in asdict(footprint).items():
+                    check_amount(f"{what} of {name!r} on {kind}", size, may_be_infinite=True)
         pools: dict[str, int] = {}
         for device in self.devices:
-            if not device.memory_bytes >= 0:
-                raise ValueError(f"device {device.name!r} has {device.memory_bytes} bytes")
+            check_amount(
+                f"memory_bytes of {device.name!r}", device.memory_bytes, may_be_infinite=True
+            )
             if pools.setdefault(device.pool, device.memory_bytes) != device.memory_bytes:
                 raise ValueError(f"devices of the pool {device.pool!r} have different memory")
 
@@ -166,6 +168,18 @@ class Allocation:
             for member, size in enumerate(row):
                 if size:
                     yield device, member, size
+
+    def check(self, devices: int, members: int) -> None:
+        """Raise TypeError or ValueError unless it fits so many devices and members."""
+        rows = self.batch_sizes
+        if len(rows) != devices or any(len(row) != members for row in rows):
+            raise ValueError(
+                f"the allocation needs a row for each of {devices} devices, with a batch size for "
+                f"each of {members} members"
+            )
+        for row in rows:
+            for size in row:
+                whole("a batch size of the allocation", size, least=0)
 
     def with_batch_size(self, device: int, member: int, size: int) -> Allocation:
         """The same but for one element."""

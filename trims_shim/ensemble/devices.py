@@ -33,9 +33,9 @@ def find_devices(names: Sequence[str | Device] | None = None) -> list[Device]:
     GPU that is not there, TypeError for what is no list of names and :class:`Device`, EnsembleError
     if it cannot be known which GPUs there are.
     """
-    if isinstance(names, (str, int)):
+    if names is not None and (isinstance(names, str) or not isinstance(names, Sequence)):
         raise TypeError(f"devices is {names!r}; it has to be a list of names, such as ['cpu:0-3']")
-    if names is not None and not len(names):
+    if names is not None and not names:
         raise ValueError("devices is empty; name one, or give None for those of this machine")
     memory_bytes = available_bytes()
     gpus = cache(_gpus)  # asked once, if at all

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trims_shim.checks import check_amount, whole
 from trims_shim.ensemble.allocation import (
     Allocation,
     Device,
@@ -199,35 +200,24 @@ def _check(
     if not names_of(members):
         raise ValueError("an ensemble needs a member")
     for member in members:
-        try:
-            is_weight = 0 <= member.weight < float("inf")
-        except TypeError:
-            is_weight = False
-        if not is_weight:
-            raise ValueError(f"member {member.name!r} has a weight of {member.weight!r}")
+        check_amount(f"the weight of {member.name!r}", member.weight)
     total = sum(member.weight for member in members)
     if not total:
         raise ValueError("all members have a weight of 0")
     if total == float("inf"):
         raise ValueError("the weights of all members are too large for a sum")
-    if any(each is not None and each < 1 for each in (segment_size, max_segments)):
-        raise ValueError("segment_size and max_segments need to be 1 or more")
-    if restarts < 0:
-        raise ValueError(f"restarts is {restarts}; 0 is for none")
+    if segment_size is not None:
+        whole("segment_size", segment_size)
+    if max_segments is not None:
+        whole("max_segments", max_segments)
+    whole("restarts", restarts, least=0)
 
 
 def _check_allocation(
     allocation: Allocation, devices: Sequence[Device], members: Sequence[Member]
 ) -> None:
-    rows = allocation.batch_sizes
-    if len(rows) != len(devices) or any(len(row) != len(members) for row in rows):
-        raise ValueError(
-            f"the allocation needs a row for each of {len(devices)} devices, with a batch size for "
-            f"each of {len(members)} members"
-        )
-    if min(map(min, rows)) < 0:
-        raise ValueError("the allocation has a negative batch size")
-    for member, sizes in zip(members, zip(*rows, strict=True), strict=True):
+    allocation.check(len(devices), len(members))
+    for member, sizes in zip(members, zip(*allocation.batch_sizes, strict=True), strict=True):
         if not any(sizes):
             raise ValueError(f"member {member.name!r} has no worker in the allocation")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.profiles.profiling import measure as measure_sizes
+from trims_shim.checks import whole
 from trims_shim.ensemble.allocation import (
     DEFAULT_BATCH_SIZES,
     Allocation,
@@ -49,6 +50,7 @@ def measure(
     kinds = {device.kind: device for device in reversed(found)}
     sizes = sorted(set(batch_sizes))
     batch = _repeated(samples, sizes[-1])
+    whole("repeats", repeats)
     profiles = {}
     for member in members:
         footprints, latencies = {}, {}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 
+from trims_shim.checks import check_amount, whole
 from trims_shim.ensemble.allocation import Allocation, Problem, worst_fit_decreasing
 from trims_shim.ensemble.estimate import throughput
 
@@ -47,6 +48,8 @@ def bounded_greedy(
 
     Source: Algorithm 2.
     """
+    whole("max_iter", max_iter, least=0)
+    whole("max_neighs", max_neighs, least=0)
     best = _checked(problem, start)
     best_rate = bench(best)
     for _ in range(max(max_iter, len(problem.devices) - len(problem.members))):
@@ -110,6 +113,7 @@ def optimise(
     member finds no room, or latencies are missing, and ValueError for a ``start`` that has none or
     lacks a member.
     """
+    check_amount("tries", tries)
     return _Search(problem, random or Random(1), tries).run(_checked(problem, start))
 
 
@@ -117,6 +121,7 @@ def _checked(problem: Problem, start: Allocation | None) -> Allocation:
     """Where a search starts: all that it comes to differs from that by changes that fit."""
     if start is None:
         return worst_fit_decreasing(problem)
+    start.check(len(problem.devices), len(problem.members))
     if not start.is_complete or not problem.fits(start):
         raise ValueError("the search has to start with an allocation of all members that fits")
     return start

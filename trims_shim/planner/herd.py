@@ -31,6 +31,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from trims_shim.checks import check_amount, whole
 from trims_shim.errors import PlanningError
 from trims_shim.planner.programme import OutOfTime, Programme, Solution
 
@@ -118,9 +119,7 @@ def plan_herd(
     not fit, if no plan is found in time, and without highspy; ValueError for numbers that are not
     positive (memory and ``gap`` may be 0) and for unknown models.
     """
-    _check(streams, models, devices, groups, largest)
-    if not memory_bytes >= 0:
-        raise ValueError(f"memory_bytes is {memory_bytes}; it has to be 0 or more")
+    _check(streams, models, devices, memory_bytes, groups, largest)
     for name, stream in streams.items():
         if models[stream.model].memory_bytes > memory_bytes:
             raise PlanningError(
@@ -209,22 +208,24 @@ def _check(
     streams: Mapping[str, Stream],
     models: Mapping[str, HostedModel],
     devices: int,
+    memory_bytes: float,
     groups: int,
     largest: int | None,
 ) -> None:
-    for name, number in (("devices", devices), ("groups", groups), ("largest", largest)):
-        if number is not None and not number >= 1:
-            raise ValueError(f"{name} is {number}; at least one is needed")
+    whole("devices", devices)
+    whole("groups", groups)
+    if largest is not None:
+        whole("largest", largest)
+    check_amount("memory_bytes", memory_bytes, may_be_infinite=True)
     for name, model in models.items():
-        if not 0 < model.throughput_qps < math.inf:
-            raise ValueError(f"{name!r} has a throughput of {model.throughput_qps}")
-        if not model.memory_bytes >= 0:
-            raise ValueError(f"{name!r} needs {model.memory_bytes} bytes")
+        check_amount(f"the throughput_qps of {name!r}", model.throughput_qps, positive=True)
+        check_amount(f"the memory_bytes of {name!r}", model.memory_bytes, may_be_infinite=True)
     for name, stream in streams.items():
         if stream.model not in models:
             raise ValueError(f"{name!r} asks for {stream.model!r}, which is no model")
+        check_amount(f"the rate_qps of {name!r}", stream.rate_qps, positive=True)
         if not 0 < stream.rate_qps / models[stream.model].throughput_qps < math.inf:
-            raise ValueError(f"{name!r} has a rate of {stream.rate_qps}")
+            raise ValueError(f"the rate_qps of {name!r} is {stream.rate_qps}")
 
 
 @dataclass(frozen=True, slots=True)

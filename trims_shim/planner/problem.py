@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from trims_shim.batching.profiles.profile import LatencyProfile
+from trims_shim.checks import check_amount, whole
 
 __all__ = ["Option", "Problem"]
 
@@ -49,10 +50,9 @@ class Option:
     def within(self, slo_ms: float) -> Option | None:
         """The same with the batch sizes that take less than half of ``slo_ms``; None for none.
 
-        Raises ValueError for a ``slo_ms`` that is not a number.
+        Raises TypeError for a ``slo_ms`` that is no number, ValueError for one below 0.
         """
-        if math.isnan(slo_ms):
-            raise ValueError(f"slo_ms is {slo_ms}")
+        check_amount("slo_ms", slo_ms, may_be_infinite=True)
         budget_ns = _SHARE_OF_SLO * slo_ms * _NS_PER_MS
         limit = self.profile.max_batch_size
         largest = self.profile.largest_within(math.nextafter(budget_ns, 0), limit)
@@ -71,17 +71,14 @@ class Problem:
 
     def __post_init__(self) -> None:
         for kind, count in self.devices.items():
-            if not count >= 0:
-                raise ValueError(f"{count} devices of the kind {kind!r}")
+            whole(f"devices[{kind!r}]", count, least=0)
         for family, qps in self.demand_qps.items():
-            if not 0 <= qps < math.inf:
-                raise ValueError(f"a demand of {qps} requests a second for {family!r}")
+            check_amount(f"demand_qps[{family!r}]", qps)
         seen = set()
         for option in self.options:
             if option.device not in self.devices:
                 raise ValueError(f"{option.name}: there is no such kind of device")
-            if not 0 <= option.accuracy < math.inf:
-                raise ValueError(f"{option.name} has an accuracy of {option.accuracy}")
+            check_amount(f"the accuracy of {option.name}", option.accuracy)
             if (option.family, option.variant, option.device) in seen:
                 raise ValueError(f"{option.name} ({option.family}) is given twice")
             seen.add((option.family, option.variant, option.device))

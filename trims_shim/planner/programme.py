@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+from trims_shim.checks import check_amount
 from trims_shim.errors import PlanningError
 
 __all__ = ["OutOfTime", "Programme", "Solution"]
@@ -79,10 +80,8 @@ class Programme:
         no time.
         """
         # HiGHS would take its own for what makes no sense.
-        if not gap >= 0:
-            raise ValueError(f"gap is {gap}; it has to be 0 or more")
-        if not time_limit_s > 0:
-            raise ValueError(f"time_limit_s is {time_limit_s}; it has to be more than 0")
+        check_amount("gap", gap, may_be_infinite=True)
+        check_amount("time_limit_s", time_limit_s, positive=True, may_be_infinite=True)
         highspy, make_solver = _highs()
         solver = make_solver()
         solver.setOptionValue("mip_rel_gap", gap)

@@ -23,10 +23,10 @@ A plan that replaces another one also counts the devices that change.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from trims_shim.checks import check_amount
 from trims_shim.errors import PlanningError
 from trims_shim.planner.placement import Group, Placement
 from trims_shim.planner.problem import Option, Problem
@@ -65,8 +65,7 @@ def plan_proteus(
     PlanningError if a family has no option, if no plan is found in time, and without highspy;
     ValueError for a headroom or time limit that is not positive, and a gap below 0.
     """
-    if not 0 < headroom < math.inf:
-        raise ValueError(f"a headroom of {headroom} is not positive, or too large")
+    check_amount("headroom", headroom, positive=True)
     for family in problem.families:
         if not any(problem.of_family(family)):
             raise PlanningError(

@@ -29,6 +29,7 @@ from trims_shim.batching.protocol import (
 from trims_shim.batching.rules import RuleMaker
 from trims_shim.batching.simulator import Cluster, Node, Outcome, Report, simulate
 from trims_shim.batching.single import Batching
+from trims_shim.checks import check_amount
 from trims_shim.errors import PlanningError
 from trims_shim.planner.placement import Placement, assign
 from trims_shim.planner.problem import Option
@@ -53,6 +54,10 @@ class Replanning:
     burst: float = 1.1
     """Plan at once when a second has this many times the requests that were planned for, and more
     than chance would have (three standard deviations of a Poisson process)."""
+
+    def __post_init__(self) -> None:
+        check_amount("period_s", self.period_s, positive=True)
+        check_amount("burst", self.burst)
 
 
 class Serving(Cluster):

@@ -66,6 +66,8 @@ def fetch(
     ``progress`` gets the bytes that are there, and those of the whole; ``waiting`` is called now
     and then while another process downloads it.
     """
+    if not isinstance(url, str):
+        raise ConfigError(f"{url!r} is no URL; give text, such as 'https://host/model.pt'")
     key = key_of(url)
     expected = "" if digest is None else _checked(digest)
     copies = Copies.of(config.current())
@@ -238,7 +240,7 @@ def _is_whole(path: str, size_bytes: int | None) -> bool:
 def _checked(digest: str) -> str:
     """As :func:`_digest_of` writes it. Raises ConfigError for another form."""
     # No other kind: two files with the same md5 or sha1 can be made.
-    if not re.fullmatch("sha256:[0-9a-f]{64}", digest.lower()):
+    if not isinstance(digest, str) or not re.fullmatch("sha256:[0-9a-f]{64}", digest.lower()):
         raise ConfigError(f"{digest!r} is no digest; write sha256: and 64 hexadecimal digits")
     return digest.lower()
 

@@ -75,9 +75,15 @@ class Pad:
     _has_classes: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, names in (("fields", self.fields), ("unpad", self.unpad)):
-            if isinstance(names, str | bytes):
+        unpad = None if isinstance(self.unpad, bool) else self.unpad
+        for name, names in (("fields", self.fields), ("unpad", unpad)):
+            if isinstance(names, str | bytes) or not isinstance(names, Collection | None):
                 raise TypeError(f"{name} is {names!r}; it has to be a list of names: [{names!r}]")
+        if not isinstance(self.mask, str | None):
+            raise TypeError(f"mask is {self.mask!r}; it has to be a name, or None for no mask")
+        for value in self.value.values() if isinstance(self.value, Mapping) else [self.value]:
+            if not _is_number(value):
+                raise TypeError(f"value is {value!r}; it has to be a number to pad with")
         try:
             operator.index(self.axis)
         except TypeError:
@@ -94,8 +100,10 @@ class Pad:
             ) from None
         if min(multiples + buckets, default=1) < 1 or (self.buckets is not None and not buckets):
             raise ValueError("buckets and multiple are lengths, from 1 on")
+        if self.multiple is not None:
+            object.__setattr__(self, "multiple", *multiples)  # numpy's are not as Python's
         if self.buckets is not None:
-            object.__setattr__(self, "buckets", tuple(sorted(self.buckets)))
+            object.__setattr__(self, "buckets", tuple(sorted(buckets)))
 
     def with_classes(self) -> Pad:
         """The same with lengths in its keys, for policies that mix lengths where it pays."""
@@ -297,6 +305,14 @@ def _is_marker(result: Any) -> bool:
     if isinstance(result, type):
         return issubclass(result, BaseException)
     return isinstance(result, BaseException)
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        complex(value)
+    except TypeError:
+        return False
+    return not isinstance(value, str | bytes)
 
 
 def _class_of(length: int) -> int:

@@ -26,7 +26,6 @@ from trims_shim.batching.arguments import (
     open_store,
     prior_of,
     span_ns,
-    whole,
 )
 from trims_shim.batching.batcher import Batcher
 from trims_shim.batching.collating.collate import CollateSpec
@@ -41,6 +40,7 @@ from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.protocol import NEVER_NS, Request
 from trims_shim.batching.rules import duration_ns
 from trims_shim.batching.statistics import percentiles
+from trims_shim.checks import whole
 
 __all__ = ["FlexBatcher", "PreemptionStats"]
 

@@ -13,6 +13,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
+from trims_shim.checks import check_amount, whole
+
 __all__ = ["LatencyProfile", "between", "slow_sizes", "without_noise"]
 
 _NS_PER_MS = 1_000_000
@@ -55,6 +57,9 @@ class LatencyProfile:
     @classmethod
     def linear(cls, alpha_ms: float, beta_ms: float, *, max_batch_size: int) -> LatencyProfile:
         """``l(b) = alpha * b + beta``: the cost of each item, and of each batch."""
+        check_amount("alpha_ms", alpha_ms)
+        check_amount("beta_ms", beta_ms)
+        whole("max_batch_size", max_batch_size)
         return cls(
             (alpha_ms * size + beta_ms) * _NS_PER_MS for size in range(1, max_batch_size + 1)
         )
@@ -73,7 +78,7 @@ class LatencyProfile:
         if not latencies_ns or min(latencies_ns) < 1:
             raise ValueError("a profile needs the latency of at least one batch size from 1 on")
         sizes = sorted(latencies_ns)
-        last = sizes[-1] if max_batch_size is None else max_batch_size
+        last = sizes[-1] if max_batch_size is None else whole("max_batch_size", max_batch_size)
         found = (_at(size, sizes, latencies_ns, pads=pads) for size in range(1, last + 1))
         return cls(without_noise(found))
 

@@ -22,7 +22,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from trims_shim.batching.arguments import whole
 from trims_shim.batching.staged.activations import EarlyExit, Stepped
 from trims_shim.batching.staged.decoding.key_values import GrowingCache, KeyValues, gather
 from trims_shim.batching.staged.decoding.prompts import Prompts, prompts_of
@@ -33,6 +32,7 @@ from trims_shim.batching.staged.decoding.transformers_decoder import (
 )
 from trims_shim.batching.staged.model import Loop, Stage, StagedModel
 from trims_shim.batching.torch_settings import torch_in_this_thread
+from trims_shim.checks import whole
 from trims_shim.diagnostics import pass_on
 from trims_shim.errors import StagingError
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from trims_shim.batching.arguments import check_path, devices_of, whole
+from trims_shim.batching.arguments import check_path, devices_of
 from trims_shim.batching.buckets import bucket_in
 from trims_shim.batching.drivers.engine import EngineKind
 from trims_shim.batching.drivers.lanes import CpuLane, Lane, lane_of
@@ -26,6 +26,7 @@ from trims_shim.batching.staged.policies.registry import STAGED_POLICIES, staged
 from trims_shim.batching.staged.profiles.profile_files import SavedStages, load_saved_stages
 from trims_shim.batching.staged.profiles.stage_profile import StagedProfile
 from trims_shim.batching.staged.scheduler import StagedBatching
+from trims_shim.checks import whole
 
 __all__ = ["STAGED_POLICIES", "staged_kind", "unbound_kind"]
 

@@ -14,7 +14,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from trims_shim.batching.arguments import whole
 from trims_shim.batching.staged.activations import Shared
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.slicing.block_calls import BlockCalls, Prelude, Shell
@@ -22,6 +21,7 @@ from trims_shim.batching.staged.slicing.cutting import Cut, even_cuts
 from trims_shim.batching.staged.slicing.examples import Example, check_stages, stage_times
 from trims_shim.batching.staged.slicing.tracing import Compiler, check_evaluates
 from trims_shim.batching.torch_settings import torch_in_this_thread
+from trims_shim.checks import whole
 from trims_shim.errors import StagingError
 from trims_shim.printable import first_line
 

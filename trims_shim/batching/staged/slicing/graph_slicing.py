@@ -12,13 +12,13 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from trims_shim.batching.arguments import whole
 from trims_shim.batching.profiles.profile import LatencyProfile
 from trims_shim.batching.staged.model import StagedModel
 from trims_shim.batching.staged.profiles.diversity import preferred_size
 from trims_shim.batching.staged.slicing.examples import check_stages, stage_times
 from trims_shim.batching.staged.slicing.graph_stages import GraphStage
 from trims_shim.batching.staged.slicing.tracing import Compiler, TracedModel
+from trims_shim.checks import whole
 
 __all__ = ["slice_model"]
 

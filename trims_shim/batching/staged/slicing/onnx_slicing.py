@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from trims_shim import diagnostics
-from trims_shim.batching.arguments import whole
 from trims_shim.batching.staged.activations import Shared
 from trims_shim.batching.staged.flow import NotJoinable, join
 from trims_shim.batching.staged.model import StagedModel
@@ -41,6 +40,7 @@ from trims_shim.batching.staged.slicing.onnx_observing import (
     observe,
     times_ns,
 )
+from trims_shim.checks import whole
 from trims_shim.client.cache import cache
 from trims_shim.errors import NotServed, StagingError, TrimsError
 from trims_shim.memory import heap
