@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import random
+import sys
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -471,3 +475,21 @@ def test_a_size_that_has_run_since_a_change_stays_firm() -> None:
     assert [found.taken_ns(size) for size in (1, 2)] == pytest.approx([2000, 4000], rel=0.02)
     learned.observe(2, 2000)  # one that is quick is no news for the other
     assert learned._has_run_often(1)
+
+
+def test_a_child_that_is_forked_while_a_duration_is_noted_can_go_on() -> None:
+    learned, copies = LearnedProfile(), []
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        copies.append(copy.deepcopy(learned))
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, event, arg: trace if event == "call" else None)
+    try:
+        learned.observe(2, MS)
+    finally:
+        sys.settrace(before)
+    assert len(copies) > 5
+    for each in copies:
+        assert each.renewed(4).latency_ns(2) > 0

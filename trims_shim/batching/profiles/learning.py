@@ -146,12 +146,13 @@ class LearnedProfile:
             self._look_for_change(duration_ns / believed_ns)
         durations = self._durations.get(size)
         if durations is None:
-            durations = self._durations[size] = deque(maxlen=_KEPT)
+            durations = deque(maxlen=_KEPT)
         first_ns, self._begun[size] = self._begun[size], 0
         is_new = not durations  # larger sizes may be tried now
         if 0 < first_ns <= duration_ns:
             durations.append((self._count, first_ns))  # it compiled nothing
         durations.append((self._count, duration_ns))
+        self._durations[size] = durations  # now: a child that is forked here finds none empty
         self._own.pop(size, None)
         if is_new:
             self._has_news = True
