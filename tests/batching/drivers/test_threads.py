@@ -738,6 +738,24 @@ def test_a_finalizer_in_a_worker_waits_for_no_batch_that_this_worker_has(
     assert [type(error) for error in errors] == [RuntimeError] * 2
 
 
+def test_a_finalizer_in_a_thread_that_begins_waits_for_no_batch_that_is_meant_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begin, errors = threads._begin, []
+
+    def begins(*arguments: Any) -> None:
+        try:
+            batcher.drain(0.01)
+        except (RuntimeError, TimeoutError) as error:
+            errors.append(type(error))
+        begin(*arguments)
+
+    monkeypatch.setattr(threads, "_begin", begins)
+    with greedy(lambda items: items) as batcher:
+        assert batcher.submit(1).result(LONG_S) == 1
+    assert errors == [RuntimeError]
+
+
 def test_no_more_workers_than_devices() -> None:
     gate = Gate()
     before = batch_threads()

@@ -66,6 +66,8 @@ class ThreadDispatch(Dispatch):
         """Those that have been started; without those that are gone."""
         self._starting: dict[Seat, int] = {}
         """Of workers whose threads are not started yet: the thread that starts them."""
+        self._beginning: dict[Seat, threading.Thread] = {}
+        """Of workers that have not sat down yet: their threads."""
         self._seats: dict[int, Seat] = {}
         """By thread; without those that are away."""
 
@@ -129,11 +131,15 @@ class ThreadDispatch(Dispatch):
 
     def is_running_here(self) -> bool:
         """See :class:`Dispatch`. Also true in a signal handler, or a finalizer, in the middle of
-        this thread's turn, or before it has started a worker: neither can it wait for these.
+        this thread's turn, before it has started a worker, or before it has sat down as one:
+        neither can it wait for these.
         """
         is_my_turn: bool = self._lock._is_owned()  # type: ignore[attr-defined]
         ident = threading.get_ident()
-        return is_my_turn or ident in self._runners or ident in list(self._starting.values())
+        if is_my_turn or ident in self._runners or ident in list(self._starting.values()):
+            return True
+        beginning = list(self._beginning.values())
+        return bool(beginning) and threading.current_thread() in beginning
 
     def check_may_wait(self) -> None:
         """See :class:`Dispatch`. From now on this thread may be away from its seat."""
@@ -192,6 +198,7 @@ class ThreadDispatch(Dispatch):
     def sit_down(self, worker: Seat) -> None:
         """Make ``worker`` the seat of this thread."""
         self._seats[threading.get_ident()] = worker
+        self._beginning.pop(worker, None)
 
     def work(self, worker: Seat) -> bool:
         """One step of a worker's life; False if it has nothing to do and keeps no time."""
@@ -346,12 +353,14 @@ class ThreadDispatch(Dispatch):
                 name=f"batch-{self.function.name}",
                 daemon=True,
             )
+            self._beginning[worker] = thread
             thread.start()
             self._workers[thread] = None
             _started[thread] = None
         except BaseException as error:
             if not is_first(claim, self):
                 raise  # its thread lives
+            self._beginning.pop(worker, None)
             if not is_interrupt(error):
                 self._do_without(worker, self._without_thread(error))
                 return
