@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from types import SimpleNamespace
+import sys
+import threading
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,3 +67,30 @@ def test_a_copy_that_is_broken_off_leaves_nothing() -> None:
     parts: Any = [memoryview(b"pickle"), SimpleNamespace(nbytes=PAGE)]
     with pytest.raises(TypeError, match="bytes-like"):
         Buffers(most_free=1).filled(parts)
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_who_closes_them_at_a_step_of_who_takes_one_does_not_wait(step: int) -> None:
+    buffers, taken = Buffers(most_free=1), []
+    buffers.give_back(filled(buffers, PAGE))
+    steps = iter(range(100))
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line" and next(steps) == step:
+            buffers.close()
+        return trace
+
+    def take() -> None:
+        sys.settrace(lambda frame, *_: trace if frame.f_code.co_name == "_taken" else None)
+        try:
+            taken.append(filled(buffers, PAGE))
+        finally:
+            sys.settrace(None)
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    thread.join(60)
+    for each in taken:
+        each.close()
+    assert taken
+    assert next(steps) > step

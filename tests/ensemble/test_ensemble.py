@@ -653,8 +653,9 @@ def test_ctrl_c_is_for_the_program_alone() -> None:
 # --- what callbacks may do ------------------------------------------------------------------------
 
 
-def test_a_callback_that_calls_the_ensemble_is_told_so() -> None:
-    with ensemble_of(by(members.times, 2.0)) as ensemble:
+def test_a_callback_that_calls_the_ensemble_is_told_so(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    with ensemble_of(by(members.waiting_for, str(go))) as ensemble:
         caught: list[BaseException] = []
         told = threading.Event()
 
@@ -665,12 +666,12 @@ def test_a_callback_that_calls_the_ensemble_is_told_so() -> None:
                 caught.append(error)
             told.set()
 
-        # Answered at once, the callback would run in this thread; the lock keeps it waiting.
-        with ensemble._system._lock:
-            ensemble.submit(ROWS[:8]).add_done_callback(call_again)
+        # Answered at once, the callback would run in this thread.
+        ensemble.submit(ROWS[:8]).add_done_callback(call_again)
+        go.touch()
         assert told.wait(PATIENCE_S)
         assert "from its own thread" in str(caught[0])
-        assert np.array_equal(ensemble.predict(ROWS), ROWS * 2)
+        assert np.array_equal(ensemble.predict(ROWS), ROWS)
 
 
 def test_a_callback_that_wants_to_exit_is_no_other_calls_end(tmp_path: Path) -> None:
@@ -694,8 +695,11 @@ def test_a_callback_that_wants_to_exit_is_no_other_calls_end(tmp_path: Path) -> 
     assert not is_running(worker.pid)
 
 
-def test_whoever_waits_for_a_failed_call_may_use_another_thread_that_calls() -> None:
+def test_whoever_waits_for_a_failed_call_may_use_another_thread_that_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with ensemble_of(by(members.raising_at, 7.0)) as ensemble:
+        tell, may_tell = ensemble._system._tell_failures, threading.Event()
         found: list[Any] = []
         told = threading.Event()
 
@@ -705,8 +709,11 @@ def test_whoever_waits_for_a_failed_call_may_use_another_thread_that_calls() -> 
             thread.join(PATIENCE_S)
             told.set()
 
-        with ensemble._system._lock:
-            ensemble.submit(ROWS[:8]).add_done_callback(call_elsewhere)
+        monkeypatch.setattr(
+            ensemble._system, "_tell_failures", lambda: may_tell.wait(PATIENCE_S) and tell()
+        )
+        ensemble.submit(ROWS[:8]).add_done_callback(call_elsewhere)
+        may_tell.set()
         assert told.wait(PATIENCE_S)
         assert found
 

@@ -414,6 +414,34 @@ def test_a_callback_that_closes_the_ensemble_is_told_so(tmp_path: Path) -> None:
         assert "closed from its own thread" in str(caught[0])
 
 
+def test_a_signal_handler_in_the_middle_of_a_call_waits_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ensemble = ensemble_of(by(members.times, 1.0))
+    send, caught = system.System._send_jobs, []
+
+    def handle_and_send(self: system.System) -> None:
+        monkeypatch.undo()
+        for use in (lambda: ensemble.predict(ROWS), ensemble.close):
+            with pytest.raises(EnsembleError, match="by a signal handler"):
+                use()
+        ensemble.close(wait=False)
+        send(self)
+
+    def call() -> None:
+        with pytest.raises(EnsembleError, match="the ensemble is closed") as error:
+            ensemble.predict(ROWS[:8])
+        caught.append(error)
+
+    monkeypatch.setattr(system.System, "_send_jobs", handle_and_send)
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert caught
+    ensemble.close()
+    assert not ensemble._system._thread.is_alive()
+
+
 def test_what_is_raised_again_and_again_keeps_no_samples() -> None:
     ensemble = ensemble_of(by(members.times, 1.0))
     ensemble.close()

@@ -5,9 +5,10 @@ Buffers are used again, because the first touch of new memory costs more than th
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import mmap
 import os
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ _MOST_UNUSED = 4
 """A buffer that is larger than needed by more than this factor is not used."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
     """Some shared memory."""
 
@@ -39,11 +40,12 @@ class Buffer:
 class Buffers:
     """Buffers in use and free ones. Any thread may call."""
 
+    # No lock, but steps of lists: who closes it may be a signal handler in the middle of one here.
+
     def __init__(self, most_free: int) -> None:
-        self._lock = threading.Lock()
         self._free: list[Buffer] = []
         self._most_free = most_free
-        self._count = 0
+        self._numbers = itertools.count(1)
 
     def filled(self, parts: Sequence[memoryview]) -> tuple[Buffer, Layout]:
         """Copy ``parts`` into a buffer. Raises OSError if there is no memory."""
@@ -64,32 +66,28 @@ class Buffers:
 
     def give_back(self, buffer: Buffer) -> Buffer | None:
         """A buffer is no longer used; return one that was closed because there are too many."""
-        with self._lock:
-            self._free.append(buffer)
-            if len(self._free) <= self._most_free:
-                return None
-            oldest = self._free.pop(0)
-        oldest.close()
-        return oldest
+        self._free.append(buffer)
+        if len(self._free) > self._most_free:
+            with contextlib.suppress(IndexError):  # others have taken them
+                oldest = self._free.pop(0)
+                oldest.close()
+                return oldest
+        return None
 
     def close(self) -> None:
         """Close the free ones."""
-        with self._lock:
-            while self._free:
+        with contextlib.suppress(IndexError):
+            while True:
                 self._free.pop().close()
 
     def _taken(self, size_bytes: int) -> Buffer:
-        with self._lock:
-            for index, buffer in enumerate(self._free):
-                if (
-                    size_bytes
-                    <= len(buffer.memory)
-                    <= _MOST_UNUSED * max(size_bytes, mmap.PAGESIZE)
-                ):
-                    return self._free.pop(index)
-            self._count += 1
-            number = self._count
-        return _new_buffer(number, -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        most_bytes = _MOST_UNUSED * max(size_bytes, mmap.PAGESIZE)
+        for buffer in self._free.copy():
+            with contextlib.suppress(ValueError):  # others have taken it, or closed it
+                if size_bytes <= len(buffer.memory) <= most_bytes:
+                    self._free.remove(buffer)
+                    return buffer
+        return _new_buffer(next(self._numbers), -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
 
 
 def _new_buffer(number: int, size_bytes: int) -> Buffer:

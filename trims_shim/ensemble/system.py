@@ -72,10 +72,11 @@ class _Segment:
     """By member: the first row and the result of each batch."""
 
 
-def _own_thread(what: str) -> EnsembleError:
+def _inside(what: str) -> EnsembleError:
     return EnsembleError(
-        f"an ensemble is {what} from its own thread (by `combine`, or a future's callback), which "
-        "would wait for itself; do it from another one"
+        f"an ensemble is {what} from its own thread (by `combine`, or a future's callback), or "
+        "by a signal handler in the middle of a call, which would wait for itself; do it from "
+        "another thread"
     )
 
 
@@ -99,8 +100,8 @@ class System:
         self._combine = combine
         self._segment_size = segment_size
         self._max_segments = max_segments
-        self._filling: set[object] = set()
-        """One for each segment that is about to be under way."""
+        self._filling: set[int] = set()
+        """The threads of which each has a segment that is about to be under way."""
         self._buffers = Buffers(max_segments)
         # Reentrant: an ensemble that nobody has any more may be closed wherever the collector runs.
         self._lock = threading.RLock()
@@ -156,21 +157,21 @@ class System:
         Raises EnsembleError when closed, MemberFailed when a member has no workers left.
         """
         self._check_process()
-        if threading.current_thread() is self._thread:
-            raise _own_thread("called")
+        me = threading.get_ident()
+        if self._has_lock or me in (self._thread.ident, *self._filling.copy()):
+            raise _inside("called")
         call = _Call(Future())
         call.future.set_running_or_notify_cancel()
         for position, start in enumerate(range(0, count, self._segment_size)):
             stop = min(count, start + self._segment_size)
-            place = object()
             try:
-                self._wait_for_room(place)
+                self._wait_for_room(me)
                 if call.future.done():  # A segment has failed already.
                     return call.future
                 self._add(call, position, rows_of(samples, start, stop), stop - start)
             finally:
                 with self._lock:
-                    self._filling.discard(place)
+                    self._filling.discard(me)
                     self._changed.notify_all()
         with self._lock:
             call.segments = -(-count // self._segment_size)
@@ -215,9 +216,9 @@ class System:
         """Take no more calls. Those under way are answered first if ``wait``, else they fail."""
         if self._pid != os.getpid():
             return  # a forked child's copy, whose sockets are closed
-        is_own_thread = threading.current_thread() is self._thread
-        if wait and is_own_thread:
-            raise _own_thread("closed")
+        is_inside = self._has_lock or threading.current_thread() is self._thread
+        if wait and is_inside:
+            raise _inside("closed")
         if not wait:
             if self._lock.acquire(timeout=_PATIENCE_S):
                 self._lock.release()
@@ -231,12 +232,17 @@ class System:
                 self._changed.wait()
             self._is_ending = True
         self._crew.ring()
-        if is_own_thread:
+        if is_inside:
             return
         self._thread.join(_PATIENCE_S)
         if self._thread.is_alive():  # It receives from a worker that does not go on, for example.
             self._crew.kill()
         self._thread.join()
+
+    @property
+    def _has_lock(self) -> bool:
+        """Whether this thread has it: a signal handler is in the middle of one of its steps."""
+        return bool(self._lock._is_owned())  # type: ignore[attr-defined]
 
     def _check(self) -> None:
         if self._error is not None:
@@ -249,12 +255,12 @@ class System:
 
     # --- segments ---------------------------------------------------------------------------------
 
-    def _wait_for_room(self, place: object) -> None:
+    def _wait_for_room(self, me: int) -> None:
         # By what there is, not a count, which an interrupt might leave wrong.
         with self._lock:
             while len(self._segments) + len(self._filling) >= self._max_segments:
                 self._changed.wait()
-            self._filling.add(place)
+            self._filling.add(me)
 
     def _add(self, call: _Call, position: int, samples: Any, rows: int) -> None:
         buffer, layout = self._buffers.filled(dumped(samples))
