@@ -259,6 +259,21 @@ def test_one_whose_load_can_be_withdrawn_is_kept() -> None:
     assert dialled.lines == [line]
 
 
+def test_of_two_that_fail_in_turn_one_is_kept() -> None:
+    """Found: near the limit of open files, each load kept a further one, until none were left."""
+
+    def answer(_: Any) -> Any:
+        for line in dialled.lines:
+            line.may_go_on = True
+        raise DaemonUnavailable("this process has too few descriptors left")
+
+    dialled = Dialled(answer)
+    for _ in range(3):
+        with pytest.raises(DaemonUnavailable):
+            dialled.cache._pool.ask(lambda line: line.request(1), may_start=True)
+    assert [line.is_open for line in dialled.lines] == [True, False, False, False]
+
+
 def test_one_that_has_ended_meanwhile_is_not() -> None:
     def answer(_: Any) -> Any:
         dialled.lines[0].may_go_on, dialled.lines[0].is_open = True, False

@@ -192,7 +192,9 @@ class Pool:
         except WireError:
             raise
         except BaseException:
-            if connection is not None:
+            # A further one that fails holds no lease. Kept, there would be one more with each load
+            # that this process has too few descriptors or threads for.
+            if connection is not None and not is_new:
                 is_usable = connection.withdraw() and connection.is_alive()
             raise
         finally:
