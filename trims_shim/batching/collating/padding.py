@@ -310,9 +310,9 @@ def _is_marker(result: Any) -> bool:
 def _is_number(value: Any) -> bool:
     try:
         complex(value)
-    except TypeError:
+    except (TypeError, ValueError):  # ValueError: text that is no number
         return False
-    return not isinstance(value, str | bytes)
+    return not isinstance(value, str)
 
 
 def _class_of(length: int) -> int:

@@ -74,6 +74,8 @@ class StagedModel:
                 f"stages is a {type(stages).__name__}; it has to be a list of callables or an "
                 "nn.Sequential (slice_model and slice_blocks cut other modules)"
             )
+        if not isinstance(name, str):
+            raise TypeError(f"name is {name!r}; it has to be text")
         self.stages = tuple(stages)
         self.name = name
         if not self.stages:
