@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy
 import pytest
 
 from tests.ensemble.making import random_problem
 from trims_shim.batching.profiles.profile import LatencyProfile
-from trims_shim.ensemble import Device, MemberProfile, Problem, load_problem, save_problem
+from trims_shim.ensemble import (
+    Device,
+    Footprint,
+    MemberProfile,
+    Problem,
+    load_problem,
+    save_problem,
+)
 from trims_shim.errors import FormatError
 
 
@@ -64,6 +73,21 @@ def test_members_without_latencies_and_other_pools(tmp_path: Path) -> None:
     found = load_problem(tmp_path / "p.json")
     assert found.devices[0] == device
     assert found.members["a"] == MemberProfile(footprints)
+
+
+@pytest.mark.parametrize(
+    ("given", "loaded"),
+    [(16e9, 16 * 10**9), (numpy.int64(5), 5), (math.inf, 1 << 60), (1 << 61, 1 << 60)],
+)
+def test_bytes_are_whole_in_a_file(tmp_path: Path, given: Any, loaded: int) -> None:
+    """Found: what was saved was refused when it was loaded, or numbers of numpy's when saved."""
+    sizes = tuple(numpy.array([8, 16]))
+    members = {"a": MemberProfile({"x": Footprint(given, 1, given)})}
+    save_problem(tmp_path / "p.json", Problem([Device("x", given)], members, sizes))
+    found = load_problem(tmp_path / "p.json")
+    assert found.devices == [Device("x", loaded)]
+    assert found.members["a"].footprints == {"x": Footprint(loaded, 1, loaded)}
+    assert found.batch_sizes == (8, 16)
 
 
 Change = Callable[[dict[str, Any]], object]

@@ -32,7 +32,7 @@ def save_problem(path: str | os.PathLike[str], problem: Problem) -> None:
     """Write or replace a file; a link stays one. Raises OSError."""
     members = {
         name: {
-            kind: dataclasses.asdict(footprint) | _latencies(profile.latencies.get(kind))
+            kind: _fields(footprint) | _latencies(profile.latencies.get(kind))
             for kind, footprint in profile.footprints.items()
         }
         for name, profile in problem.members.items()
@@ -40,11 +40,19 @@ def save_problem(path: str | os.PathLike[str], problem: Problem) -> None:
     _FORMAT.write(
         target_of(path),
         {
-            "batch_sizes": list(problem.batch_sizes),
-            "devices": [dataclasses.asdict(device) for device in problem.devices],
+            "batch_sizes": list(map(int, problem.batch_sizes)),
+            "devices": [_fields(device) for device in problem.devices],
             "members": members,
         },
     )
+
+
+def _fields(part: Device | Footprint) -> dict[str, Any]:
+    """Bytes may be 16e9, a number of numpy's, or infinite; files have whole ones."""
+    return {
+        key: int(min(value, _MOST_BYTES)) if key.endswith("_bytes") else value
+        for key, value in dataclasses.asdict(part).items()
+    }
 
 
 def _latencies(profile: LatencyProfile | None) -> dict[str, Any]:
