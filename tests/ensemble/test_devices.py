@@ -28,7 +28,9 @@ def test_cores() -> None:
 
 
 @pytest.mark.usefixtures("six_cores")
-@pytest.mark.parametrize("name", ["cpu:x", "cpu:3-1", "cpu:1-", "cpu:1,,2", "cpu:0-999999999999"])
+@pytest.mark.parametrize(
+    "name", ["cpu:x", "cpu:3-1", "cpu:1-", "cpu:1,,2", "cpu:0-999999999999", f"cpu:0-{1 << 64}"]
+)
 def test_what_names_no_cores(name: str) -> None:
     with pytest.raises(ValueError, match="names no cores; write cpu:0-3,8"):
         cores_of(name)

@@ -81,10 +81,10 @@ def cores_of(name: str) -> set[int]:
 
 def _span(text: str) -> range:
     first, dash, last = text.partition("-")
-    found = range(int(first), int(last if dash else first) + 1)
-    if not found or len(found) > 1 << 16:
+    start, stop = int(first), int(last if dash else first) + 1
+    if not 0 < stop - start <= 1 << 16:
         raise ValueError(text)
-    return found
+    return range(start, stop)
 
 
 def _gpus() -> list[Device]:
