@@ -224,6 +224,14 @@ def test_an_overload_is_shared_by_groups() -> None:
     assert plan.slack == pytest.approx(-1 / math.sqrt(2))
 
 
+def test_an_overload_is_shared_by_groups_though_one_would_be_more_tolerant() -> None:
+    streams = {"one": Stream("a", 43), "two": Stream("b", 76)}  # 4.3 and 3.8 devices
+    limits: dict[str, Any] = {"devices": 5, "memory_bytes": 10, "groups": 2}
+    assert len(plan_herd(streams, MODELS, of_paper=True, **limits).groups) == 1
+    plan = plan_herd(streams, MODELS, **limits)
+    assert [group.devices for group in plan.groups] == [3, 2]
+
+
 def test_however_large_an_overload_is_groups_share_it() -> None:
     streams = {"one": Stream("a", 8e18), "two": Stream("b", 4e18)}
     plan = plan_herd(streams, MODELS, devices=6, memory_bytes=8, groups=2)

@@ -106,6 +106,14 @@ def test_devices_that_the_optimum_does_not_need_give_room() -> None:
     assert devices == {"cats": 2, "dogs": 4}
 
 
+def test_the_first_plan_uses_all_devices_however_little_room_each_gives() -> None:
+    """Less than a change would cost, but nothing ran before."""
+    problem = Problem({"gpu": 100}, [option("cats", "c", "gpu", 80, 10)], {"cats": 600})
+    for before in (None, Placement((), problem.demand_qps, 1.0)):
+        (group,) = plan_proteus(problem, before=before).groups
+        assert group.devices == 100
+
+
 def test_room_is_given_by_all_variants_that_the_optimum_has() -> None:
     options = [option("cats", "small", "cpu", 60, 40), option("cats", "large", "gpu", 90, 10)]
     options.append(option("dogs", "small", "cpu", 60, 40))

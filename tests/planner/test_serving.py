@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from random import Random
@@ -106,6 +107,12 @@ def test_when_demand_rises_answers_become_less_accurate_instead_of_late() -> Non
     assert 60 <= scaled.accuracy < static.accuracy <= 90
     assert again.plans > 5
     assert again.loads > 0
+
+
+@pytest.mark.parametrize("name", ["period_s", "burst"])
+def test_when_to_plan_again_has_to_be_a_number(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is nan"):
+        Replanning(plan, **{name: math.nan})
 
 
 def test_where_no_plan_is_found_the_old_one_stays() -> None:

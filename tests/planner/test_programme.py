@@ -1,0 +1,41 @@
+"""What the solver ends with is a solution, or an error that says why there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trims_shim.errors import PlanningError
+from trims_shim.planner import programme
+from trims_shim.planner.programme import OutOfTime, Programme
+
+
+@pytest.mark.parametrize("is_found", [True, False])
+def test_what_was_found_when_the_time_is_up_is_a_solution(
+    monkeypatch: pytest.MonkeyPatch, *, is_found: bool
+) -> None:
+    solve = programme._solve
+
+    def late(solver: Any) -> None:
+        if is_found:
+            solve(solver)
+        highspy, _ = programme._highs()
+        solver.getModelStatus = lambda: highspy.HighsModelStatus.kTimeLimit
+
+    monkeypatch.setattr(programme, "_solve", late)
+    made = Programme()
+    goal = {made.variable(upper=1, is_integer=True): 1.0}
+    if is_found:
+        found = made.maximise(goal, gap=0, time_limit_s=60)
+        assert found is not None
+        assert found.values == [1.0]
+        return
+    with pytest.raises(OutOfTime, match="no plan was found within 60 s"):
+        made.maximise(goal, gap=0, time_limit_s=60)
+
+
+def test_what_the_solver_gives_up_has_no_solution() -> None:
+    made = Programme()
+    with pytest.raises(PlanningError, match=r"HiGHS found no plan \(.*nbounded"):
+        made.maximise({made.variable(is_integer=True): 1.0}, gap=0, time_limit_s=60)
