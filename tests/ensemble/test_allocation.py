@@ -179,6 +179,14 @@ def test_contradictions_are_refused(problem: Callable[[], Problem], message: str
         problem()
 
 
+@pytest.mark.parametrize("rows", [((8, 0),), ((8, 0), (8,)), ((8, 0, 8), (8, 0))])
+def test_each_row_of_an_allocation_has_to_be_of_all_members(
+    rows: tuple[tuple[int, ...], ...],
+) -> None:
+    with pytest.raises(ValueError, match=r"a row for each of 2 devices, .* each of 2 members"):
+        Allocation(rows).check(2, 2)
+
+
 def test_kind_and_pool_follow_from_the_name() -> None:
     assert Device("cuda:1", 1).kind == "cuda"
     assert Device("cuda:1", 1).pool == "cuda:1"

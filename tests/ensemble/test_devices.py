@@ -78,6 +78,8 @@ def test_the_memory_of_gpus_is_what_is_free(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(devices, "ask_child", lambda code: [[100, 30], [200, None]])
     first, second = Device("cuda:0", 30), Device("cuda:1", 200)
     assert find_devices(["cuda", "cuda:1"]) == [first, second]
+    with pytest.raises(ValueError, match="no GPU 'cuda:2': this process may use 2"):
+        find_devices(["cuda:2"])
     *found, processor = find_devices()
     assert found == [first, second]
     assert processor.is_reserve

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from random import Random
 
 import pytest
@@ -205,6 +206,20 @@ def test_the_greedy_search_has_as_many_steps_as_devices_are_idle() -> None:
         problem, lambda each: throughput(problem, each), random=Random(1), max_iter=10
     )
     assert found.batch_sizes == ((8,),) * 16
+
+
+def test_the_greedy_search_ends_where_there_is_nothing_to_change() -> None:
+    problem = Problem(gpus(1), {"a": member()}, (8,))
+    assert bounded_greedy(problem, lambda each: 1.0, random=Random(1)) == Allocation(((8,),))
+
+
+def test_nonsense_is_refused() -> None:
+    problem = Problem(gpus(1), {"a": member()}, (8,))
+    with pytest.raises(ValueError, match="tries is nan"):
+        optimise(problem, tries=math.nan)  # type: ignore[arg-type]
+    for name in ("max_iter", "max_neighs"):
+        with pytest.raises(ValueError, match=f"{name} is -1; it has to be 0 or more"):
+            bounded_greedy(problem, lambda each: 1.0, random=Random(1), **{name: -1})
 
 
 def test_the_greedy_search_leaves_what_does_not_run() -> None:
