@@ -458,6 +458,19 @@ def test_where_threads_are_replaced_it_says_so(
         assert plain.submit(1).result(LONG_S) == 1
 
 
+@pytest.mark.parametrize(
+    ("module", "asks"),
+    [("gevent.monkey", "is_module_patched"), ("eventlet.patcher", "is_monkey_patched")],
+)
+def test_what_could_replace_threads_and_does_not_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, module: str, asks: str
+) -> None:
+    patcher = types.SimpleNamespace(**{asks: lambda name: False})
+    monkeypatch.setitem(sys.modules, module, patcher)  # type: ignore[arg-type]
+    with greedy(adouble) as batcher:
+        assert batcher(1) == 2
+
+
 @both
 def test_awaiting_without_a_loop_of_asyncio_says_what_to_do(function: Any) -> None:
     # As under trio, whose tasks run on no loop of asyncio.
