@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from typing import Any
 
 import pytest
@@ -39,3 +41,23 @@ def test_what_the_solver_gives_up_has_no_solution() -> None:
     made = Programme()
     with pytest.raises(PlanningError, match=r"HiGHS found no plan \(.*nbounded"):
         made.maximise({made.variable(is_integer=True): 1.0}, gap=0, time_limit_s=60)
+
+
+@pytest.mark.parametrize("gap", [0.0, math.inf])
+def test_what_is_no_integer_is_not_rounded_and_is_the_best(gap: float) -> None:
+    made = Programme()
+    half = made.variable()
+    made.row({half: 2.0}, upper=1)
+    found = made.maximise({half: 1.0}, gap=gap, time_limit_s=60)
+    assert found is not None
+    assert (found.values, found.goal, found.bound) == ([0.5], 0.5, 0.5)
+
+
+def test_where_no_thread_can_start_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    made = Programme()
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        made.maximise({made.variable(upper=1): 1.0}, gap=0, time_limit_s=60)
