@@ -86,8 +86,12 @@ class _World:
     """A driver, and what it asks of the planner."""
 
     def __init__(
-        self, plans: list[Placement | Exception], first: Placement = ONE, period_s: float = 0.05
+        self,
+        plans: list[Placement | Exception],
+        first: Placement = ONE,
+        period_s: float | None = 0.05,
     ) -> None:
+        """``period_s``: None to plan no more."""
         self.plans = plans
         self.is_up = True
         self.problems: list[Problem] = []
@@ -107,7 +111,9 @@ class _World:
             placement=first,
             problem=PROBLEM,
             plan=self.plan,
-            replanner=Replanner(first, period_s=period_s, burst=1.1, since_ns=time.monotonic_ns()),
+            replanner=None
+            if period_s is None
+            else Replanner(first, period_s=period_s, burst=1.1, since_ns=time.monotonic_ns()),
             is_up=lambda: self.is_up,
         )
 
@@ -187,6 +193,14 @@ def test_a_variant_goes_to_a_device_whose_node_has_its_weights(make: Maker) -> N
         [SMALL, SMALL, None],
         [SMALL, SMALL, LARGE],
     ]
+
+
+def test_a_service_may_keep_its_first_plan(make: Maker) -> None:
+    world = make([TWO], ONE, None)
+    assert world.asked()
+    assert world.asked()
+    world.driver.stop(PATIENCE_S)
+    assert not world.problems
 
 
 def test_a_service_may_begin_without_demand(make: Maker) -> None:
