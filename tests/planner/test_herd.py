@@ -330,6 +330,10 @@ def test_a_model_may_need_no_memory_and_devices_have_none() -> None:
         ({"streams": {"x": Stream("z", 1)}}, "'x' asks for 'z', which is no model"),
         ({"streams": {"x": Stream("a", 0)}}, "the rate_qps of 'x' is 0; it has to be more than 0"),
         ({"streams": {"x": Stream("a", 5e-324)}}, "the rate_qps of 'x' is 5e-324"),
+        (
+            {"streams": {"x": Stream("a", 1e308)}, "models": {"a": HostedModel(0.1, 1)}},
+            r"the rate_qps of 'x' is 1e\+308",
+        ),
         ({"models": {"a": HostedModel(0, 1)}}, "the throughput_qps of 'a' is 0"),
         ({"models": {"a": HostedModel(math.inf, 1)}}, "the throughput_qps of 'a' is inf"),
         ({"models": {"a": HostedModel(1, -1)}}, "the memory_bytes of 'a' is -1"),

@@ -113,6 +113,8 @@ def test_when_demand_rises_answers_become_less_accurate_instead_of_late() -> Non
 def test_when_to_plan_again_has_to_be_a_number(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is nan"):
         Replanning(plan, **{name: math.nan})
+    with pytest.raises(ValueError, match="period_s is 0; it has to be more than 0"):
+        Replanning(plan, period_s=0)
 
 
 def test_where_no_plan_is_found_the_old_one_stays() -> None:
