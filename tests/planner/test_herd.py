@@ -302,6 +302,15 @@ def test_many_models_that_do_not_fit_by_a_hair_are_excluded_together(
     assert len(runs) < 10
 
 
+def test_models_too_small_to_matter_do_not_keep_others_from_being_excluded() -> None:
+    models = {name: HostedModel(10, 8_000_001_000) for name in "ab"} | {"tiny": HostedModel(10, 9)}
+    streams = {name: Stream(name, 5) for name in models}
+    limits: dict[str, Any] = {"devices": 2, "memory_bytes": 16 * 10**9, "of_paper": True}
+    with pytest.raises(PlanningError, match="do not fit"):
+        plan_herd(streams, models, groups=1, **limits)
+    assert len(plan_herd(streams, models, groups=2, **limits).groups) == 2
+
+
 def test_groups_that_have_no_device_each_are_no_room() -> None:
     streams = {"one": Stream("a", 1), "two": Stream("c", 1)}
     with pytest.raises(PlanningError, match=r"at most 1\), by memory or affinity: .* more devices"):
