@@ -100,7 +100,7 @@ def examined(directory: str) -> str:
             problem = f"{directory} cannot be written"
     except FileNotFoundError:
         parent = existing_parent(directory)
-        is_usable = os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)
+        is_usable = os.access(parent, os.W_OK | os.X_OK)
         problem = "" if is_usable else f"{directory} cannot be made: {parent} cannot be written"
         problem = problem or roots_problem(parent) or _machines_problem(parent)
     except OSError as error:

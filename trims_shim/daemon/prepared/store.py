@@ -239,7 +239,7 @@ class PreparedStore:
         """
         entries, refusals = self._meant(text)
         free = [each for each in entries if not self._leases.of(each.key)]
-        if text and entries and not free and not refusals:
+        if text and not free and not refusals:
             leases = sum(self._leases.of(each.key) for each in entries)
             raise NoSpace(f"prepared model {entries[0].key[:12]} is in use (leases: {leases})")
         return [*(self._drop(each) for each in free), *self._refusals.drop(refusals)]
