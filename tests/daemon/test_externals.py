@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 
-from trims_shim.daemon.prepared.externals import is_private, may_others_write
+from trims_shim.daemon.prepared.externals import (
+    external_identities,
+    is_private,
+    may_others_write,
+)
+from trims_shim.specs import Identity
 
 SOMEBODY = 12345
 
@@ -68,3 +73,23 @@ def test_in_a_sticky_directory_of_ours(file: Path) -> None:
     assert is_private(str(file))
     file.parent.chmod(0o777)
     assert not is_private(str(file))
+
+
+def test_a_file_that_others_may_write(file: Path) -> None:
+    file.chmod(0o620)
+    assert not is_private(str(file))
+
+
+def test_a_link_to_a_file_of_ours(file: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(file)
+    assert not is_private(str(link))
+
+
+def test_data_are_those_of_the_model_only_inside_its_directory(file: Path, tmp_path: Path) -> None:
+    model = str(file.with_name("m.onnx"))
+    (file.parent / "link").symlink_to(tmp_path / "outside")
+    (tmp_path / "outside").touch()
+    assert external_identities(model, ["w.bin"]) == (Identity.from_stat(os.stat(file)),)
+    for location in ("link", "../outside", "missing", "\0"):
+        assert external_identities(model, ["w.bin", location]) is None

@@ -48,7 +48,8 @@ def test_settings() -> None:
     assert off.problem == "TRIMS_PREPARED_BYTES=0"
     relative = PreparedSettings.of(config.load({}, cache_dir="here"))
     assert relative.problem == "TRIMS_CACHE_DIR=here is not an absolute path"
-    assert PreparedSettings.of(config.load({}, cache_dir="~/x")).problem == ""
+    for unset_or_home in ("", "~/x"):
+        assert PreparedSettings.of(config.load({}, cache_dir=unset_or_home)).problem == ""
 
 
 def test_a_name_that_fits_no_packet() -> None:

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from trims_shim.daemon.prepared import refusals
 from trims_shim.daemon.prepared import store as prepared_store
 from trims_shim.daemon.prepared.store import PreparedStore
 from trims_shim.daemon.prepared.values import (
@@ -116,6 +117,8 @@ class TestOpening:
     def test_without_an_offer_nothing_is_started(self) -> None:
         store = new_store()
         assert store.open(asking(A), 1, may_start=False) == Unknown()
+        for _ in range(2):  # what is not hashed may be anything
+            assert store.open(asking(), 1, may_start=False) == Unknown()
         assert not store.is_needed()
         started(store, asking())
         assert store.is_needed()
@@ -134,6 +137,8 @@ class TestOpening:
         assert [ask(2), ask(3)] == [Unknown(), Wait()]
         assert ask(3, key=B) == Wait(), "it is another one's to offer"
         assert ask(3, 59 * SECOND) == Wait()
+        assert ask(2, 59 * SECOND, key=C) == Unknown()
+        assert ask(3, 60 * SECOND, key=C) == Wait()
         assert ask(3, 61 * SECOND) == Unknown(), "the other one took too long"
         assert ask(2, 60 * SECOND) == Unknown(), "the clock was set back"
         job = ask(4, 62 * SECOND, offers=True)
@@ -176,6 +181,7 @@ class TestLeases:
         assert (store.lease_count(), store.lease_count(1), store.lease_count(2)) == (2, 1, 1)
         store.close_session(1, 6)
         store.close_session(1, 6)
+        assert store.is_needed()
         assert store.release(2, third, 7)
         assert not store.is_needed()
 
@@ -306,6 +312,12 @@ class TestRoom:
         assert ready(store) == [B]
         assert store.resident_bytes() == 15
 
+    def test_one_goes_for_a_byte(self) -> None:
+        store = new_store(20)
+        make(store, A, now=1)
+        make(store, B, now=2)
+        assert make(store, C, 1, now=3) == [DropEntry(A, 10)]
+
     def test_a_smaller_budget_than_before(self) -> None:
         store = new_store(15)
         for moment, key in enumerate((A, B, C), start=1):
@@ -354,6 +366,33 @@ class TestRefusals:
         assert fail(store, SLOW, now=10**12) == []
         assert [type(each) for each in fail(store, DIED, now=10**13)] == [KeepRefusal]
         assert isinstance(store.open(asking(A), 10**18, may_start=True), Failure)
+
+    def test_a_file_that_changed_says_nothing_of_its_content(self) -> None:
+        store = new_store()
+        assert fail(store, Failure("file_changed", "it changed", is_lasting=False)) == []
+        assert isinstance(store.open(asking(A), 2, may_start=True), Start)
+
+    def test_a_file_that_changed_before_it_was_hashed_may_be_changing(self) -> None:
+        store = new_store()
+        changed = Failure("file_changed", "it changed", is_lasting=False)
+        store.failed(started(store, asking()), changed, 1)
+        assert store.open(asking(), 2, may_start=True) == changed
+
+    def test_what_one_installation_lacks_another_may_have(self) -> None:
+        store = new_store()
+        lacking = Failure("not_importable", "no onnxruntime", is_lasting=False)
+        fail(store, lacking)
+        assert store.open(asking(A), 2, may_start=True) == lacking
+        assert isinstance(store.open(asking(A, flight="other"), 2, may_start=True), Start)
+
+    def test_they_are_bounded_also_where_they_are_written_down(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(refusals, "_REFUSALS_LIMIT", 1)
+        store = new_store()
+        fail(store, BROKEN)
+        job = started(store, asking(flight="another"))
+        assert store.failed(job, SLOW, 2) == [DropRefusal(A)]
 
     def test_success_forgets_what_was_before(self) -> None:
         store = new_store()
@@ -485,23 +524,27 @@ def test_rows() -> None:
     store.adopt(entry(A, used_ns=1))
     store.adopt(entry(B, used_ns=2))
     granted(store, A, now=7)
+    store.adopt(entry(A, used_ns=1))  # once more
     fail_job = started(store, asking(flight="x"))
     store.failed(fail_job, SLOW, 8)
     started(store, asking(flight="y", name="/y"), 9)
+    store.failed(started(store, asking(flight="z", name=""), 9), SLOW, 9)
     rows = store.rows(10)
     assert [(row.state, row.key, row.leases, row.hits, row.reason) for row in rows] == [
         ("preparing", "", 0, 0, ""),
         ("ready", A, 1, 1, ""),
         ("ready", B, 0, 0, ""),
         ("refused", "", 0, 0, "preparer_stalled"),
+        ("refused", "", 0, 0, "preparer_stalled"),
     ]
     assert [(row.size_bytes, row.used_ns, row.prepare_ns) for row in rows] == [
         (0, 9, 0),
         (10, 7, 5),
         (10, 2, 5),
+        (0, 9, 0),
         (0, 8, 0),
     ]
-    assert rows[0].names == ("/y",)
+    assert [row.names for row in rows] == [("/y",), *[("/m.onnx",)] * 2, (), ("/m.onnx",)]
     assert len(store.rows(100 * SECOND)) == 3, "a refusal that has expired is no news"
 
 
