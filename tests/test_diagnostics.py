@@ -48,8 +48,16 @@ def test_events_are_counted_by_reason() -> None:
 def test_a_snapshot_does_not_change() -> None:
     stats = diagnostics.stats()
     diagnostics.count("served", "x")
-    assert stats.served == 0
-    assert stats.events == {}
+    assert stats == diagnostics.Stats(
+        served=0,
+        hits=0,
+        misses=0,
+        joined=0,
+        elided_copies=0,
+        bytes_shared=0,
+        fallbacks={},
+        events={},
+    )
 
 
 def test_a_warning_names_the_file_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -63,8 +71,11 @@ def test_an_unexpected_cause_is_warned_about_once(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING, "trims_shim"):
         for _ in range(3):
             diagnostics.fallback("no_space", ValueError("full"), what="/model")
-        diagnostics.fallback("wire", ValueError("?"))
+        diagnostics.fallback("wire", ValueError())
     assert [each.levelname for each in caplog.records] == ["WARNING", "WARNING"]
+    assert caplog.messages[1].startswith(
+        "load: the framework's own loader is used (wire): ValueError."
+    )
     text = caplog.records[0].getMessage()
     for part in ("/model", "no_space", "full", "trims info"):
         assert part in text
@@ -203,9 +214,13 @@ def test_nothing_is_reported_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_forked_child_starts_from_zero() -> None:
     diagnostics.count("served", "x")
+    diagnostics.take_unreported()
+    diagnostics.count("served", "x")
     diagnostics.reset_after_fork()
     assert diagnostics.take_unreported() == {}
     assert diagnostics.stats().served == 0
+    diagnostics.count("served", "x")
+    assert diagnostics.take_unreported() == {"served:x": 1}
 
 
 def test_a_warning_is_seen_without_logging_set_up(capfd: pytest.CaptureFixture[str]) -> None:
@@ -230,6 +245,13 @@ def test_an_error_that_something_raises_is_none_of_another_thread() -> None:
 
     with pytest.raises(_Blocked) as caught:
         block()
+    assert diagnostics.signalled(caught.value) is None
+
+
+def test_an_error_that_was_never_raised_is_none_of_another_thread() -> None:
+    """As a cause that is told in no words."""
+    with pytest.raises(ValueError, match="full") as caught:
+        raise ValueError("full") from _Blocked()
     assert diagnostics.signalled(caught.value) is None
 
 
@@ -323,6 +345,15 @@ def test_a_log_file_whose_name_is_out_of_reach_takes_more_lines(tmp_path: Path) 
         place.rename(moved)
         file.handle(_line("after"))
         assert (moved / "log").read_text() == "before\nafter\n"
+
+
+def test_a_line_that_no_file_takes_keeps_its_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.closing(diagnostics.LogFile(str(tmp_path / "missing" / "log"))) as file:
+        file.setFormatter(logging.Formatter("trims: %(message)s"))
+        file.handle(_line("before"))
+    assert capsys.readouterr().err.startswith("trims: before (TRIMS_LOG_FILE: [Errno 2] ")
 
 
 def _line(text: str) -> logging.LogRecord:

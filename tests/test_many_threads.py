@@ -80,12 +80,14 @@ def test_no_count_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_counters_of_ended_threads_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnostics, "_by_thread", {})
+    monkeypatch.setattr(diagnostics, "_reported", Counter())
     monkeypatch.setattr(diagnostics, "_MOST_ENDED", 1)
     threads = 60
     together(*[lambda: diagnostics.count("open", "hit")] * threads)
     diagnostics.count("open", "miss")  # the first of this thread
     assert len(diagnostics._by_thread) < threads // 2
-    assert diagnostics.stats().events == {"open:hit": threads, "open:miss": 1}
+    events = {"open:hit": threads, "open:miss": 1}
+    assert (diagnostics.stats().events, diagnostics.take_unreported()) == (events, events)
 
 
 def test_no_count_is_lost_while_those_of_ended_threads_are_added_up(
