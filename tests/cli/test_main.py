@@ -143,6 +143,16 @@ def test_output_that_is_no_file_is_left_alone(capsys: pytest.CaptureFixture[str]
     assert "'/dev/null' is a device or a pipe, not a file\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["", "new/"])
+def test_output_without_a_name_is_refused_before_the_work(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["batch", "profile", "m:f", "--shape", "2", "-o", name])
+    assert end.value.code == Exit.USAGE
+    assert f"{name!r} is not the name of a file\n" in capsys.readouterr().err
+
+
 def test_output_through_a_link_to_nowhere_is_refused_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

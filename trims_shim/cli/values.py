@@ -82,6 +82,8 @@ def output(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{text!r}: there is no such directory")
     if os.path.isdir(text):
         raise argparse.ArgumentTypeError(f"{text!r} is a directory")
+    if not os.path.basename(text):  # Perhaps a variable that was not set.
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file")
     if os.path.exists(text) and not os.path.isfile(text):
         # A rename would put a file in the place of /dev/null.
         raise argparse.ArgumentTypeError(f"{text!r} is a device or a pipe, not a file")
