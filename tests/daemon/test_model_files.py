@@ -33,7 +33,7 @@ class TestModelFiles:
             files.look_inside()
             with files.loadable("/nowhere") as path:
                 assert path == f"/proc/self/fd/{source}"
-            assert files.size_bytes == model.stat().st_size
+            assert (files.size_bytes, files.copied_bytes) == (model.stat().st_size, 0)
 
     def test_a_file_that_becomes_shorter(self, model: Path) -> None:
         with opened(model) as source:
@@ -119,6 +119,13 @@ class TestOfferedFiles:
         assert prepare(tmp_path / "model.onnx", again).reason == ""
         for name in ("model.onnx", "weights.bin"):
             assert (again / name).read_bytes() == (directory / name).read_bytes()
+
+    def test_room_is_wanted_for_the_copies(self, offered: tuple[int, dict[str, int]]) -> None:
+        source, externals = offered
+        files = model_files.ModelFiles(source, "", externals)
+        files.look_inside()
+        sizes = [os.fstat(each).st_size for each in (source, *externals.values())]
+        assert files.copied_bytes == files.size_bytes == sum(sizes)
 
     def test_they_need_not_be_opened_again(
         self, offered: tuple[int, dict[str, int]], directory: Path

@@ -52,6 +52,7 @@ def test_what_is_asked_for_is_kept_as_little() -> None:
         flight_of(asked._replace(recipe=RECIPE), LARGEST, "/"),
         flight_of(asked._replace(path=""), LARGEST, "/"),
         flight_of(asked._replace(digest="a" * 64), None, "/"),
+        flight_of(asked._replace(digest="b" * 64), None, "/"),
     )
-    assert len({flight, *others}) == 7
+    assert len({flight, *others}) == 8
     assert flight_of(asked._replace(ticket=2), LARGEST, "/") == flight
