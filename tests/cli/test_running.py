@@ -23,8 +23,8 @@ def test_python_files_and_options_go_to_this_interpreter(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plain").write_text("print()")
-    (tmp_path / "script").write_text("#!/bin/sh\n")
-    (tmp_path / "script").chmod(0o755)
+    (tmp_path / "no-command").write_text("#!/bin/sh\n")
+    (tmp_path / "no-command").chmod(0o755)
     (tmp_path / "sh").mkdir()
     for words in (["app.py", "-x"], ["-m", "pkg"], ["-c", "code"], ["plain"], ["./plain"]):
         assert resolve(words) == [sys.executable, *words]
@@ -33,11 +33,11 @@ def test_python_files_and_options_go_to_this_interpreter(
         assert resolve(words) == [sys.executable, *words]
     (tmp_path / "bin").mkdir()
     for name in ("bin/tool.py", "bin/both.py", "both.py"):
-        shutil.copy(tmp_path / "script", tmp_path / name)
+        shutil.copy(tmp_path / "no-command", tmp_path / name)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     assert resolve(["both.py", "-x"]) == [sys.executable, "both.py", "-x"]
     assert resolve(["tool.py", "-x"]) == ["tool.py", "-x"], "a command"
-    for words in (["python", "app.py"], ["./script"], ["script"], ["sh"], ["nosuch"]):
+    for words in (["python", "app.py"], ["./no-command"], ["no-command"], ["sh"], ["nosuch"]):
         assert resolve(words) == words
 
 
