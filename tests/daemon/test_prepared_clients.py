@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from prepared_models import RECIPE
 
 from trims_shim import config
-from trims_shim.daemon.prepared.clients import flight_of, hit_reply, refusal_reply
+from trims_shim.daemon.prepared.clients import (
+    EarlyRequests,
+    flight_of,
+    hit_reply,
+    refusal_reply,
+)
 from trims_shim.daemon.prepared.directory import PreparedSettings
 from trims_shim.daemon.prepared.files import Published
 from trims_shim.daemon.prepared.values import Grant
+from trims_shim.errors import TooManyRequests
 from trims_shim.specs import Identity
 from trims_shim.wire import codec, messages
 
@@ -56,3 +65,18 @@ def test_what_is_asked_for_is_kept_as_little() -> None:
     )
     assert len({flight, *others}) == 8
     assert flight_of(asked._replace(ticket=2), LARGEST, "/") == flight
+
+
+def test_what_came_too_early_is_bounded_for_each_session() -> None:
+    front: Any = SimpleNamespace(
+        sessions=SimpleNamespace(limits=SimpleNamespace(requests=1)),
+        serve=lambda request, work: work(),
+    )
+    early, done = EarlyRequests(front), list[int]()
+    asked: list[Any] = [SimpleNamespace(session=SimpleNamespace(number=n)) for n in (1, 2)]
+    for each in asked:
+        early.put(each, lambda number=each.session.number: done.append(number))  # type: ignore[misc]
+        with pytest.raises(TooManyRequests):
+            early.put(each, done.clear)
+    early.serve()
+    assert done == [1, 2]

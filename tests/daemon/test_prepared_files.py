@@ -454,6 +454,12 @@ class TestScan:
         assert PreparedFiles(files.directory).open().refusals == ()
         assert not path.exists()
 
+    def test_a_refusal_of_a_file_that_nothing_is_known_of(self, files: PreparedFiles) -> None:
+        files.make()
+        files.keep_refusal(refusal(A).refusal, None, 1)
+        (found,) = PreparedFiles(files.directory).open().refusals
+        assert (found.key, found.sources) == (A, ())
+
     def test_a_refusal_under_other_settings_is_not_ours_and_stays(
         self, files: PreparedFiles
     ) -> None:
