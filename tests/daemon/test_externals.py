@@ -13,6 +13,7 @@ import pytest
 from trims_shim.daemon.prepared.externals import (
     external_identities,
     is_private,
+    links_to,
     may_others_write,
 )
 from trims_shim.specs import Identity
@@ -93,3 +94,18 @@ def test_data_are_those_of_the_model_only_inside_its_directory(file: Path, tmp_p
     assert external_identities(model, ["w.bin"]) == (Identity.from_stat(os.stat(file)),)
     for location in ("link", "../outside", "missing", "\0"):
         assert external_identities(model, ["w.bin", location]) is None
+
+
+def test_links_on_the_way(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "w.bin").write_bytes(b"w")
+    (tmp_path / "one").symlink_to(tmp_path / "real")
+    (tmp_path / "two").symlink_to("real/../one/")
+    plain, path = str(tmp_path / "real" / "w.bin"), str(tmp_path / "two" / "w.bin")
+    outside = links_to(plain)
+    links = [Identity.from_stat(os.lstat(tmp_path / each)) for each in ("two", "one")]
+    assert [each for each in links_to(path) if each not in outside] == links
+    (tmp_path / "one").unlink()
+    (tmp_path / "one").symlink_to("one")
+    with pytest.raises(OSError, match="symbolic links"):
+        links_to(path)

@@ -81,6 +81,27 @@ class TestModelFiles:
             files.hash()
             files.check_unchanged()
 
+    @pytest.mark.parametrize("name", ["here", "links/model.onnx", "links/weights.bin"])
+    def test_a_link_that_led_elsewhere_meanwhile(self, name: str, tmp_path: Path) -> None:
+        """Found: what was made of another version got the key of the one before and after."""
+        (tmp_path / "real").mkdir()
+        (tmp_path / "links").mkdir()
+        save_external(perceptron())(tmp_path / "real" / "model.onnx")
+        for each in ("model.onnx", "weights.bin"):
+            (tmp_path / "links" / each).symlink_to(f"../real/{each}")
+        (tmp_path / "here").symlink_to("links/")
+        path, link = tmp_path / "here" / "model.onnx", tmp_path / name
+        with opened(path) as source:
+            files = model_files.ModelFiles(source, str(path))
+            files.hash()
+            files.look_inside()
+            files.check_unchanged()
+            for target in ("elsewhere", os.readlink(link)):
+                (tmp_path / "new").symlink_to(target)
+                (tmp_path / "new").rename(link)
+            with pytest.raises(FileChanged):
+                files.check_unchanged()
+
 
 class TestOfferedFiles:
     """Of a client in another container: they have no names here."""

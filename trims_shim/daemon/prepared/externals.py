@@ -7,6 +7,7 @@ prepared model of the same content must not stand for this one. Earlier versions
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterable
@@ -18,8 +19,12 @@ __all__ = [
     "external_path",
     "is_inside",
     "is_private",
+    "links_to",
     "may_others_write",
 ]
+
+_LINKS_LIMIT = 40
+"""Linux's own (path_resolution(7))."""
 
 
 def external_path(model: str, location: str) -> str:
@@ -46,6 +51,28 @@ def external_identities(model: str, locations: Iterable[str]) -> tuple[Identity,
         return tuple(Identity.from_stat(os.stat(external_path(model, each))) for each in wanted)
     except (OSError, ValueError):  # ValueError: a location with a NUL
         return None
+
+
+def links_to(path: str) -> tuple[Identity, ...]:
+    """The symbolic links on an absolute path, also on theirs; one put in another's place differs.
+
+    Raises OSError.
+    """
+    found: list[Identity] = []
+    here, names = "/", path.split("/")[::-1]
+    while names:
+        step = os.path.join(here, names.pop())
+        status = os.lstat(step)
+        if not stat.S_ISLNK(status.st_mode):
+            here = step
+            continue
+        if len(found) == _LINKS_LIMIT:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+        found.append(Identity.from_stat(status))
+        target = os.readlink(step)
+        names += target.split("/")[::-1]
+        here = "/" if os.path.isabs(target) else here
+    return tuple(found)
 
 
 def may_others_write(status: os.stat_result) -> bool:

@@ -3,7 +3,8 @@
 Owns the digests and identities of the model and its external files. Judges by the file's structure
 (:mod:`trims_shim.formats.onnx`) whether the model can be prepared at all. onnxruntime opens the
 files again, by path if there are external ones (it resolves their locations by the model's
-directory), so identities are compared before and after. Of a client in another container, it gets
+directory), so identities are compared before and after, also those of symbolic links: they may lead
+elsewhere for a while. Of a client in another container, it gets
 copies, as nobody there need be trusted with what others are served.
 """
 
@@ -18,7 +19,7 @@ from collections.abc import Iterator, Mapping
 
 from trims_shim.daemon import ingest
 from trims_shim.daemon.ingest import Meter
-from trims_shim.daemon.prepared.externals import external_path, is_inside
+from trims_shim.daemon.prepared.externals import external_path, is_inside, links_to
 from trims_shim.daemon.preparer.optimising import Refusal, refusing_full_disks
 from trims_shim.errors import FileChanged, FormatError
 from trims_shim.formats.onnx import OnnxModel, is_ort_format, read_model
@@ -58,9 +59,14 @@ class ModelFiles:
         status = os.fstat(descriptor)
         self._identity = Identity.from_stat(status)
         self._externals: tuple[ExternalFile, ...] = ()
+        self._links: dict[str, tuple[Identity, ...]] = {}
+        """The symbolic links to what is opened by its name, by that, before it was looked at."""
         self.digest = ""
         if not stat.S_ISREG(status.st_mode):
             raise Refusal("no_file", f"{path} is no regular file")
+        if path:
+            with _of_changed(path):
+                self._links[path] = links_to(path)
         self.check_unchanged()
 
     @property
@@ -140,16 +146,16 @@ class ModelFiles:
         if self._path:
             expected.append((self._path, self._identity))
         for path, identity in expected:
-            try:
+            with _of_changed(path):
                 found = Identity.from_stat(os.stat(path))
-            except OSError as error:
-                raise FileChanged(f"{path} changed while it was prepared: {error}") from error
-            if found != identity:
+                links = links_to(path) if path in self._links else None
+            if found != identity or links != self._links.get(path):
                 raise FileChanged(f"{path} changed while it was prepared")
 
     def _hash_external(self, location: str) -> ExternalFile:
         path = external_path(self._path, location)
         try:
+            self._links[path] = links_to(path)
             if not is_inside(self._path, location):
                 message = f"{path} is linked to a file outside of the model's directory"
                 raise Refusal("external_path", message, is_lasting=False)
@@ -176,6 +182,15 @@ class ModelFiles:
                 "external_missing", f"{location!r:.200}: {_NOT_OFFERED}", is_lasting=False
             )
         return _hashed(descriptor, location, f"/proc/self/fd/{descriptor}")
+
+
+@contextlib.contextmanager
+def _of_changed(path: str) -> Iterator[None]:
+    """What was there a moment ago cannot be looked at: it has changed. Raises FileChanged."""
+    try:
+        yield
+    except OSError as error:
+        raise FileChanged(f"{path} changed while it was prepared: {error}") from error
 
 
 def _hashed(descriptor: int, location: str, path: str) -> ExternalFile:
