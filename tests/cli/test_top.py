@@ -14,7 +14,13 @@ from trims_shim.cli import top
 from trims_shim.cli.exits import Exit
 from trims_shim.cli.main import main
 from trims_shim.errors import DaemonUnavailable
-from trims_shim.wire.admin import GetStatusReply, ImageStatus, MemoryStatus, PreparedStatus
+from trims_shim.wire.admin import (
+    ClientStatus,
+    GetStatusReply,
+    ImageStatus,
+    MemoryStatus,
+    PreparedStatus,
+)
 
 S = 1_000_000_000
 
@@ -31,7 +37,10 @@ def drawn(now: GetStatusReply, before: GetStatusReply | None) -> str:
 def test_rates_are_per_second_since_the_last_picture() -> None:
     before = status(10 * S, open_hit=5, prepared_hit=1)
     now = status(14 * S, open_hit=15, prepared_hit=3, refused=1)
-    assert "2.5 hits/s, 0.0 misses/s, 0.5 prepared/s, 0.2 refusals/s;" in drawn(now, before)
+    client = ClientStatus(1, 1, "1.0", 0, 0, 0)  # the first is this command
+    now = now._replace(clients=(client, client), more_clients=3)
+    rates = "2.5 hits/s, 0.0 misses/s, 0.5 prepared/s, 0.2 refusals/s; 4 clients"
+    assert rates in drawn(now, before)
 
 
 @pytest.mark.parametrize("before", [None, status(10 * S, pid=4), status(14 * S), status(15 * S)])
@@ -57,6 +66,27 @@ def test_the_tables_fill_a_terminal_and_no_more(
     lines = picture.getvalue().splitlines()
     assert len(lines) == 24
     assert tuple(sum(name in line for line in lines) for name in ("/m.pt", "/m.onnx")) == shown
+
+
+@pytest.mark.parametrize(
+    ("width", "titles"),
+    [
+        (61, "digest size tier leases hits used names"),
+        (60, "digest size tier leases hits names"),
+        (46, "digest size tier leases names"),
+    ],
+)
+def test_a_narrow_terminal_shows_the_ends_of_names(width: int, titles: str) -> None:
+    """Found: there, wrapped lines above the table moved its end out of the picture."""
+    image = ImageStatus("ab" * 32, 1, 1, 0, False, 0, 0, 0, 1, (f"/{'models/' * 9}m.pt",))
+    now = status(S)._replace(images=(image,) * 30, package="1.0.dev12345+on.a.branch.of.mine")
+    picture = io.StringIO()
+    Console(file=picture, width=width).print(top._draw(now, None, width, 24))
+    lines = [line.strip() for line in picture.getvalue().splitlines()]
+    assert len(lines) == 24
+    assert titles.split() in [line.split() for line in lines]
+    assert any(line.endswith(" more") for line in lines)
+    assert all(line.endswith("/m.pt") for line in lines if line.startswith("abab"))
 
 
 @pytest.fixture

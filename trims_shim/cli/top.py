@@ -90,20 +90,23 @@ def _draw(
     now: GetStatusReply, before: GetStatusReply | None, width: int, height: float = math.inf
 ) -> Group:
     """A picture that is so high at most, if that leaves room for a few rows of each table."""
-    from rich.console import Group
+    from rich.console import Console, Group
     from rich.text import Text
 
     lines = [line for line in (*headline(now), _rates(now, before)) if line]
+    head = Text("\n".join(lines))
     images = [(row_of(each, now.now_ns), each.leases) for each in now.images]
     prepared = [(prepared_row(each, now.now_ns), each.leases) for each in now.prepared]
     tables = 2 if prepared else 1
-    room = height - len(lines) - _LINES_AROUND * tables
+    # On a narrow terminal, lines are wrapped.
+    head_lines = len(head.wrap(Console(width=width), width))
+    room = height - head_lines - _LINES_AROUND * tables
     most = max(_LEAST_ROWS, room - len(prepared))
     drawn = [_table(TITLES, images, width=width, most=most)]
     if prepared:
         most = max(_LEAST_ROWS, room - min(len(images), most))
         drawn.append(_table(PREPARED_TITLES, prepared, width=width, most=most))
-    return Group(Text("\n".join(lines)), *drawn)
+    return Group(head, *drawn)
 
 
 def _table(
