@@ -30,6 +30,7 @@ class FakeUploader:
         self.digest = DIGEST
         self.failure: Exception | None = None
         self.hashed: list[bool] = []
+        self.meanwhile: Callable[[], object] = list
 
     @contextlib.contextmanager
     def job(self) -> Iterator[FakeUploader]:
@@ -47,6 +48,8 @@ class FakeUploader:
     ) -> duties.UploadReply:
         assert (outline, source, size_bytes) == (9, (7,), 1000)
         self.hashed.append(is_hashed)
+        meanwhile, self.meanwhile = self.meanwhile, list
+        meanwhile()
         if self.failure is not None:
             raise self.failure
         on_progress(10)
@@ -92,6 +95,32 @@ def test_a_link_that_damages_is_never_used_again(
     later = time.monotonic() + 1e9
     monkeypatch.setattr(time, "monotonic", lambda: later)
     assert [peers.rank(each) for each in (NEAR, FAR)] == [None, 3]
+
+
+@pytest.mark.parametrize("failure", [None, DriverFailure("cuMemMap failed")])
+def test_a_copy_that_began_before_another_one_was_damaged(
+    peers: PeerCopies,
+    uploader: FakeUploader,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: Exception | None,
+) -> None:
+    """Found: a failure let the link be used again after a minute; a success, without a check."""
+
+    def damage() -> None:
+        uploader.digest = "e" * 64
+        with pytest.raises(ReadFailed, match="arrives damaged"):
+            copy(peers)
+        uploader.digest, uploader.failure = DIGEST, failure
+
+    uploader.meanwhile = damage
+    with contextlib.suppress(DriverFailure):
+        copy(peers)
+    uploader.failure = None
+    copy(peers)  # One that was chosen before all this.
+    assert uploader.hashed == [True, True, True]
+    later = time.monotonic() + 1e9
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert peers.rank(NEAR) is None
 
 
 def test_one_that_failed_is_left_alone_for_a_while(

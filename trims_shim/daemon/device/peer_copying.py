@@ -74,7 +74,10 @@ class PeerCopies:
         except NoSpace:
             raise  # It says nothing about the link.
         except TrimsError:
-            self._avoided_until_s[source.device] = time.monotonic() + _TRY_AGAIN_S
+            # Not sooner because of a copy that began before another one was damaged.
+            until_s = self._avoided_until_s.get(source.device, 0.0)
+            again_s = time.monotonic() + _TRY_AGAIN_S
+            self._avoided_until_s[source.device] = max(until_s, again_s)
             raise
         self._proved.add(source.device)
 
@@ -84,7 +87,8 @@ class PeerCopies:
         source = image.segment
         if source.allocations != memory.allocations:
             raise DriverFailure(f"{source.device} cuts memory up differently from {memory.device}")
-        is_hashed = source.device not in self._proved
+        # Also if it was chosen before another copy was damaged.
+        is_hashed = source.device not in self._proved or self.rank(source.device) is None
         with self.uploader.job() as job:
             # A sign of life: starting a process took time, and making its context will take more.
             on_progress(1)
