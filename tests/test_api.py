@@ -27,6 +27,7 @@ import torch
 from emulated_cuda import Emulated
 from granting import Grantor
 from harness import PATIENCE_S, wait_until
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import trims_shim
 from trims_shim import api
@@ -96,6 +97,13 @@ class TestHandle:
         with trims_shim.open(tensors) as handle, torch.device("meta"):
             tensor = handle.torch("weight")
         assert tensor.is_cpu
+        assert numpy.array_equal(tensor.numpy(), ARRAYS["weight"])
+
+    def test_tensors_under_a_mode(self, daemon: FakeDaemon, tensors: str) -> None:
+        """Found: a mode of tensors without memory refused our storage."""
+        with trims_shim.open(tensors) as handle, FakeTensorMode():
+            tensor = handle.torch("weight")
+        assert type(tensor) is torch.Tensor
         assert numpy.array_equal(tensor.numpy(), ARRAYS["weight"])
 
     def test_writes_are_private(self, daemon: FakeDaemon, tensors: str) -> None:

@@ -129,14 +129,16 @@ class Handle(_Opened["Arena"]):
         ensure_imported("torch", "trims_shim.patches.torch_storage")
         import torch
 
+        from trims_shim.patches.torch_modes import unseen
         from trims_shim.patches.torch_storage import storage_of, torch_form
 
         record = self._record(name)
         storage = storage_of(self._open_arena())
         part = storage[record.span.offset_bytes : record.span.end_bytes]
         dtype, shape = torch_form(record)
-        # Not on the program's default device.
-        return torch.empty(0, dtype=dtype, device="cpu").set_(part).view(shape)
+        with unseen():
+            # Not on the program's default device.
+            return torch.empty(0, dtype=dtype, device="cpu").set_(part).view(shape)
 
 
 class DeviceHandle(_Opened["DeviceArena"]):
