@@ -59,21 +59,33 @@ def test_builds_of_one_version_are_told_apart(
     assert newer.runtime == "9"
 
 
-def elf(build_id: bytes) -> bytes:
-    """A library of nothing but notes: one of another kind, and its ID."""
-    other = struct.pack("<III4s4s", 4, 3, 1, b"GNU", b"abc")
-    notes = other + struct.pack("<III4s", 4, len(build_id), 3, b"GNU") + build_id
-    head = struct.pack("<6s10x16xQ14xHH6x", b"\x7fELF\2\1", 64, 56, 2)
-    skipped = struct.pack("<IIQQQQQQ", 1, 0, 0, 0, 0, 64, 64, 0)
-    segment = struct.pack("<IIQQQQQQ", 4, 0, 176, 0, 0, len(notes), len(notes), 4)
-    return head + skipped + segment + notes
+def note(owner: bytes, kind: int, content: bytes) -> bytes:
+    padded = [part + bytes(-len(part) % 4) for part in (owner, content)]
+    return struct.pack("<III", len(owner), len(content), kind) + b"".join(padded)
+
+
+def elf(build_id: bytes, *, magic: bytes = b"\x7fELF\2\1") -> bytes:
+    """A library of nothing but notes: ones of other kinds, of others and nowhere, and its ID."""
+    nowhere = note(b"GNU\0", 3, b"none")
+    parts = [
+        (1, nowhere),
+        (4, note(b"GNU\0", 1, b"abcde") + note(b"Go\0", 3, b"of Go")),
+        (1, nowhere),
+        (4, note(b"other", 3, b"of it") + note(b"GNU\0", 1, b"abcd") + note(b"GNU\0", 3, build_id)),
+    ]
+    content = struct.pack("<6s10x16xQ14xHH6x8x", magic, 72, 56, len(parts))
+    offset = len(content) + 56 * len(parts)
+    for kind, notes in parts:
+        content += struct.pack("<IIQQQQQQ", kind, 0, offset, 0, 0, len(notes), len(notes), 4)
+        offset += len(notes)
+    return content + b"".join(notes for _, notes in parts)
 
 
 def test_a_build_is_the_same_in_every_container(library: Path) -> None:
     """pip gives the files of each installation another time."""
     library.write_bytes(elf(b"20 bytes that tell it"))
     one = fresh()
-    assert b"20 bytes that tell it".hex() in one.build
+    assert f" of {b'20 bytes that tell it'.hex()};" in one.build
     os.utime(library, ns=(1, 1))
     assert fresh() == one
     library.write_bytes(elf(b"20 bytes of another 1"))
@@ -94,7 +106,21 @@ def test_what_is_no_library_is_told_by_its_time(library: Path) -> None:
     for length in range(len(whole)):
         library.write_bytes(whole[:length])
         os.utime(library, ns=(7, 7))
-        assert f"{length} bytes of 7;" in fresh().build or length > 200, length
+        has_id = length > len(whole) - 24
+        assert (f"{length} bytes of 7;" in fresh().build) != has_id, length
+    library.write_bytes(elf(b"ID", magic=b"\x7fELF\1\1"))
+    os.utime(library, ns=(7, 7))
+    assert "bytes of 7;" in fresh().build
+
+
+def test_libraries_of_c_are_told_apart(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Constants are computed with its functions."""
+    before = fresh()
+    monkeypatch.setattr(os, "confstr", lambda name: f"{name}: 9")
+    assert fresh().build.endswith("; CS_GNU_LIBC_VERSION: 9")
+    monkeypatch.setattr(os, "confstr_names", {})  # a system without it
+    assert fresh().build.endswith("; ")
+    assert fresh() != before
 
 
 def test_the_packages_version_says_nothing(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
