@@ -310,9 +310,10 @@ class TestDeviceHandle:
     def test_a_torch_archive_has_its_storages(self, grantor: Grantor, tmp_path: Path) -> None:
         path = str(tmp_path / "m.pt")
         values = torch.arange(6, dtype=torch.int32)
-        torch.save({"x": values, "y": torch.ones(3)}, path)
+        torch.save({"x": values, "y": torch.ones(3), "z": torch.ones(0)}, path)
         with trims_shim.open(path, device="cuda") as handle:
-            assert set(handle.records) == {"data/0", "data/1"}
+            assert set(handle.records) == {"data/0", "data/1", "data/2"}
+            assert handle.torch("data/2").shape == (0,)
             assert handle.torch("data/0").view(torch.int32).tolist() == values.tolist()
 
     def test_private_access(self, grantor: Grantor, tensors: str) -> None:

@@ -527,9 +527,12 @@ class TestBytes:
         reply = world.hit(model, digest=digest_of(self.DATA))
         assert Path(reply.model).read_bytes() == b"prepared " + model.read_bytes()
 
-    def test_only_some_memory_may_wait(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_only_some_memory_may_wait(
+        self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(prepared_module, "available_bytes", lambda: 4 * 5000)
         world.preparer.gate.clear()
+        assert world.outcome(model) == "preparing", "a file takes none"
         digest = digest_of(self.DATA)
         assert world.outcome(data=self.DATA, digest=digest) == "preparing"
         assert world.outcome(data=b"x", digest=digest_of(b"x")) == "refused no_memory"
@@ -1307,15 +1310,24 @@ class TestRoom:
         assert "TRIMS_PREPARED_BYTES" in reply.message
         assert world.files() == []
 
+    @pytest.mark.parametrize("is_elsewhere", [False, True], ids=["here", "elsewhere"])
+    @pytest.mark.parametrize("missing_bytes", [0, 1])
     def test_a_disk_that_is_full(
-        self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+        self,
+        world: World,
+        model: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        missing_bytes: int,
+        is_elsewhere: bool,
     ) -> None:
-        monkeypatch.setattr(
-            prepared_jobs, "space_of", lambda _: Space(10**12, 19_999, is_memory=False)
-        )
-        world.make(model)
-        assert world.outcome(model) == "refused no_space"
-        assert world.preparer.verdicts == [False]
+        """Files of another container are copied, too."""
+        spare_bytes = (25_000 if is_elsewhere else 20_000) - missing_bytes
+        space = Space(10**12, spare_bytes, is_memory=False)
+        monkeypatch.setattr(prepared_jobs, "space_of", lambda _: space)
+        theirs = world.elsewhere() if is_elsewhere else {}
+        world.make(model, **theirs)
+        assert world.outcome(model, **theirs) == ("refused no_space" if missing_bytes else "hit")
+        assert world.preparer.verdicts == [not missing_bytes]
 
     def test_a_disk_that_fills_up_meanwhile(
         self, world: World, model: Path, monkeypatch: pytest.MonkeyPatch
