@@ -163,6 +163,19 @@ class TestConversation:
         assert reply is not None
         assert reply.message == f"{errno.EFBIG} 450000"
 
+    def test_a_lower_limit_of_its_user_stays(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made: list[tuple[int, int]] = []
+
+        def prlimit(pid: int, kind: int, limits: tuple[int, int] | None = None) -> tuple[int, int]:
+            made.extend([] if limits is None else [limits])
+            return 100, 200
+
+        monkeypatch.setattr(preparing.resource, "prlimit", prlimit)
+        preparing._limit_files(os.getpid(), str(tmp_path))
+        assert made == [(200, 200)]
+
     def test_it_may_use_the_room_that_was_made_for_it(
         self, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -275,7 +288,7 @@ class TestDistrust:
             ("a", "", DIGEST),
             ("a", "relative", DIGEST),
             ("a", "/a", "digest"),
-            ("a" * 5000, "/a", DIGEST),
+            ("a" * 4097, "/a", DIGEST),
             ("a\0", "/a", DIGEST),
         ],
     )
@@ -289,6 +302,19 @@ class TestDistrust:
         assert reply is not None
         assert reply.reason == "preparer_confused"
         assert fakes.hashed == []
+
+    def test_external_files_of_any_usable_name(self, fakes: Fakes) -> None:
+        names = [("w", "/w"), ("w" * 4096, "/" + "w" * 4095)]
+        code = (
+            "identity = messages.Identity(1, 2, 3, 4, 5)\n"
+            f"names = {names!r}\n"
+            "files = [duties.ExternalFile(*each, hashed.digest, identity) for each in names]\n"
+            "say(duties.SourceHashed(hashed.digest, tuple(files))); hear()\n"
+            "write(); say(duties.PrepareReply())"
+        )
+        assert fakes.run(code) == PrepareReply()
+        (hashed,) = fakes.hashed
+        assert [(each.location, each.path) for each in hashed.externals] == names
 
     def test_texts_are_clipped(self, fakes: Fakes) -> None:
         reply = fakes.run("say(duties.PrepareReply('x', 'm' * 900000, probe='p' * 9000))")
