@@ -34,6 +34,7 @@ from trims_shim.batching.policies.window import Window
 from trims_shim.batching.profiles.profile_store import SavedProfile, save_profile
 from trims_shim.batching.protocol import NEVER_NS, Request
 from trims_shim.batching.single import Batching
+from trims_shim.batching.staged import StagedModel
 from trims_shim.errors import BadBatch, BatcherClosed, BatchingError, QueueFull, RequestDropped
 
 greedy = functools.partial(Batcher, policy="immediate")
@@ -58,6 +59,37 @@ def test_called_submitted_and_mapped() -> None:
         assert batcher(3) == 6
         assert batcher.submit(4).result(LONG_S) == 8
         assert list(batcher.map(range(5))) == [0, 2, 4, 6, 8]
+
+
+def with_a_proxy_of_nothing(items: list[int]) -> list[Any]:
+    """For a 2, what raises when it is asked for its class."""
+    return [weakref.proxy(double) if item != 2 else weakref.proxy(lambda: None) for item in items]
+
+
+async def awaited_proxies(items: list[int]) -> list[Any]:
+    return with_a_proxy_of_nothing(items)
+
+
+def streamed_proxies(items: list[int]) -> Iterator[list[Any]]:
+    yield with_a_proxy_of_nothing(items)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        with_a_proxy_of_nothing,
+        awaited_proxies,
+        streamed_proxies,
+        StagedModel([double, lambda items: with_a_proxy_of_nothing([item // 2 for item in items])]),
+    ],
+)
+def test_an_answer_that_cannot_be_asked_for_its_class(function: Any) -> None:
+    """Found: nobody told its caller anything, and all who waited were failed."""
+    batcher = Batcher(function, policy=functools.partial(Window, wait_ms=10), collate="list")
+    futures = [batcher.submit(item) for item in range(4)]
+    assert concurrent.futures.wait(futures, LONG_S).not_done == set()
+    batcher.close(timeout_s=LONG_S)
+    assert batcher.stats().failed == 0
 
 
 def test_decorator_with_and_without_options() -> None:

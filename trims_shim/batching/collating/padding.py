@@ -302,9 +302,8 @@ _REST = Stacking()
 
 def _is_marker(result: Any) -> bool:
     """Whether it is an item's error, or the end of its answer, in place of a result."""
-    if isinstance(result, type):
-        return issubclass(result, BaseException)
-    return isinstance(result, BaseException)
+    kind = type(result)
+    return issubclass(result if issubclass(kind, type) else kind, BaseException)
 
 
 def _is_number(value: Any) -> bool:

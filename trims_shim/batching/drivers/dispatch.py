@@ -438,7 +438,7 @@ class Dispatch(ABC):
         record.cancelled += len(job.requests) - len(live)
         record.failed += job.failed
         for request, result in zip(live, job.results or (), strict=False):
-            if not isinstance(result, FAILURES):
+            if not issubclass(type(result), FAILURES):
                 record.add_answer(request.arrival_ns, request.payload.deadline_ns, job.ended_ns)
 
     def _start_over(self, error: BaseException | None) -> None:

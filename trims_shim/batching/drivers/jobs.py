@@ -79,7 +79,7 @@ class Job:
     @property
     def failed(self) -> int:
         """How many of ``live`` failed."""
-        return sum([isinstance(each, FAILURES) for each in self.results or ()])
+        return sum([issubclass(type(each), FAILURES) for each in self.results or ()])
 
     def begin(self, now_ns: int) -> list[Entry]:
         """The entries to run; the same ones when another thread continues the job."""

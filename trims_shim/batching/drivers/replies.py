@@ -166,14 +166,18 @@ class Failure:
 
 
 FAILURES = (Failure, BaseException)
-"""What is no answer, in a list of results."""
+"""What is no answer, in a list of results.
+
+Always asked of its type: a proxy has the ``__class__`` of something else, which raises if that is
+gone. One of an error cannot be raised.
+"""
 
 
 def deliver(reply: Reply, result: Any) -> None:
     """Answer, or fail where the result is an error."""
     if type(result) is Failure:
         reply.fail(result.error)
-    elif isinstance(result, BaseException):
+    elif issubclass(type(result), BaseException):
         reply.fail(result)
     else:
         reply.answer(result)

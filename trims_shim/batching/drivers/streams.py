@@ -91,7 +91,7 @@ class Streaming:
             piece = results[index]
             if _is_end(piece):
                 self._close(index)
-            elif isinstance(piece, BaseException):
+            elif issubclass(type(piece), BaseException):
                 self._fail(index, piece)
             else:
                 is_heard |= self._step(index, piece)
@@ -127,6 +127,5 @@ class Streaming:
 
 
 def _is_end(piece: Any) -> bool:
-    if isinstance(piece, type):
-        return issubclass(piece, StopIteration | StopAsyncIteration)
-    return isinstance(piece, StopIteration | StopAsyncIteration)
+    kind = type(piece)
+    return issubclass(piece if issubclass(kind, type) else kind, StopIteration | StopAsyncIteration)

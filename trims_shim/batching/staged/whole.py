@@ -61,7 +61,7 @@ def _going_on(output: EarlyExit, rows: list[int] | None, results: dict[int, Any]
 
 def answers_of(rows: Sequence[list[Any]], result: Callable[[list[Any]], Any]) -> list[Any]:
     """Return ``result(pieces)`` for each row of :func:`run_steps`, or the row's exception."""
-    return [each[-1] if isinstance(each[-1], FAILURES) else result(each) for each in rows]
+    return [each[-1] if issubclass(type(each[-1]), FAILURES) else result(each) for each in rows]
 
 
 def run_steps(step: Callable[[Any], Stepped], state: Any, *, take_rows: Take) -> list[list[Any]]:
@@ -80,7 +80,7 @@ def run_steps(step: Callable[[Any], Stepped], state: Any, *, take_rows: Take) ->
         kept = [
             index
             for index, (piece, is_finished) in enumerate(ended)
-            if not (is_finished or isinstance(piece, FAILURES))
+            if not (is_finished or issubclass(type(piece), FAILURES))
         ]
         if not kept:
             return answers

@@ -179,7 +179,7 @@ class StagedDispatch(ThreadDispatch):
         for request, result in zip(job.live or (), job.results or (), strict=True):
             if request.number not in self._active:
                 continue  # cancelled meanwhile
-            if isinstance(result, FAILURES):
+            if issubclass(type(result), FAILURES):
                 record.failed += 1
             else:
                 answered += 1

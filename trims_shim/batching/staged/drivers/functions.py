@@ -143,7 +143,7 @@ class StagedFunction(BatchFunction):
 
     def _warn_of(self, stage: int, error: Exception, output: StageOutput) -> None:
         """Warn once of a stage that fails where the whole answers every item."""
-        if self._has_warned or any(isinstance(each, Failure) for each in output.results):
+        if self._has_warned or any(type(each) is Failure for each in output.results):
             return
         self._has_warned = True
         _logger.warning(
@@ -169,14 +169,14 @@ class StagedFunction(BatchFunction):
         found = self._in_pieces.run(entries)
         if self._is_same(results, [self._result_of(each) for each in found]):
             results = [
-                piece if entry.is_streamed and isinstance(piece, Pieces) else result
+                piece if entry.is_streamed and type(piece) is Pieces else result
                 for result, piece, entry in zip(results, found, entries, strict=True)
             ]
         return StageOutput(left=list(requests), results=results, runs=0)
 
     def _result_of(self, found: Any) -> Any:
         loop = self.model.loop
-        if loop is None or not isinstance(found, Pieces):
+        if loop is None or type(found) is not Pieces:
             return found
         try:
             return loop.result(list(found.pieces))
@@ -188,7 +188,7 @@ class StagedFunction(BatchFunction):
         pairs = [
             (one, other)
             for one, other in zip(expected, found, strict=True)
-            if not isinstance(one, Failure)
+            if type(one) is not Failure
         ]
         if is_close([one for one, _ in pairs], [other for _, other in pairs]):
             return True

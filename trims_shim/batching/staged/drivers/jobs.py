@@ -213,7 +213,7 @@ class StageJob(Job):
         assert self.results is not None
         for index, request in enumerate([*output.left, *output.finished]):
             result = self.results[index]
-            if isinstance(result, Pieces):
+            if type(result) is Pieces:
                 for piece in result.pieces:
                     _hand_out(request.payload, piece)
             elif index < len(output.left):

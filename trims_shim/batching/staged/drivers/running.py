@@ -204,7 +204,7 @@ class StageRunner:
         flags = self._flags(last, output.finished, requests)
         pieces = split(own(output.pieces), len(flags))
         rows = range(len(requests))
-        failed = [row for row in rows if isinstance(pieces[row], FAILURES)]
+        failed = [row for row in rows if issubclass(type(pieces[row]), FAILURES)]
         steps = [(requests[row], pieces[row]) for row in rows if row not in failed]
         finished = [requests[row] for row in rows if flags[row] and row not in failed]
         if not failed and not finished and len(flags) == len(requests):
