@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import functools
 import gc
 import sys
@@ -611,6 +612,46 @@ def test_what_the_future_of_a_caller_may_not_have_is_told_in_words(error: BaseEx
         run(batcher.aio(1))
     assert str(told.value) == f"the batch function raised {error!r}"
     assert told.value.__cause__ is error
+    batcher.close()
+
+
+@pytest.mark.parametrize(
+    "error", [asyncio.CancelledError(), StopIteration(), concurrent.futures.CancelledError()]
+)
+def test_so_is_what_the_future_of_a_loop_may_not_have_of_a_submitted_one(
+    error: BaseException,
+) -> None:
+    """Found: who awaited it waited for ever, or seemed cancelled."""
+
+    def fail(items: list[int]) -> list[int]:
+        raise error
+
+    async def main() -> None:
+        await asyncio.wrap_future(batcher.submit(1))
+
+    batcher = greedy(fail)
+    with pytest.raises(RuntimeError, match="the batch function raised"):
+        run(main())
+    batcher.close()
+
+
+def test_an_error_that_cannot_be_asked_for_its_class() -> None:
+    """Found: its caller waited for ever, while the loop tried again and again."""
+
+    class Classless(Exception):
+        @property
+        def __class__(self) -> Any:
+            raise ValueError
+
+    def fail(items: list[int]) -> list[int]:
+        return [Classless()] * len(items)  # type: ignore[list-item]
+
+    async def main() -> None:
+        with pytest.raises(Classless):  # here, as a loop asks what ends it
+            await batcher.aio(1)
+
+    batcher = greedy(fail)
+    run(main())
     batcher.close()
 
 

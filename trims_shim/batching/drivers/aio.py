@@ -38,7 +38,7 @@ from trims_shim.batching.drivers.streams import END, StreamReply
 from trims_shim.batching.drivers.threads import JOIN_S, is_first
 from trims_shim.batching.protocol import Request
 from trims_shim.errors import BatchingError
-from trims_shim.outcomes import in_words
+from trims_shim.outcomes import for_futures
 
 if TYPE_CHECKING:
     from trims_shim.batching.drivers.engine import Engine
@@ -150,12 +150,8 @@ class AwaitedReply:
         try:
             if type(result) is not Failure:
                 future.set_result(result)
-            elif isinstance(result.error, StopIteration | asyncio.CancelledError):
-                # A future refuses StopIteration; with CancelledError its caller would seem
-                # cancelled.
-                future.set_exception(in_words(result.error, "the batch function"))
             else:
-                future.set_exception(result.error)
+                future.set_exception(for_futures(result.error, "the batch function"))
         except RuntimeError:
             pass  # its loop is closed
 

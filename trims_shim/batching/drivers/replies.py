@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from trims_shim.batching.protocol import Cancelled
 from trims_shim.diagnostics import pass_on
 from trims_shim.errors import BatchingError
+from trims_shim.outcomes import for_futures
 from trims_shim.stack import check_stack
 
 if TYPE_CHECKING:
@@ -363,7 +364,7 @@ class BatchFuture(Future[Answer]):
     def fail(self, error: BaseException) -> None:
         """See :class:`Reply`."""
         self._let_go()
-        self._settle(self.set_exception, error)
+        self._settle(self.set_exception, for_futures(error, "the batch function"))
 
     def orphan(self) -> None:
         """In a forked child: fail without a lock, which the parent may have held."""
