@@ -370,6 +370,30 @@ def test_closing_does_not_wait_for_a_worker_that_takes_no_more(
             os.kill(worker.pid, signal.SIGCONT)
 
 
+def test_closing_does_not_wait_for_a_callback_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found: nor did the program end, as with a callback that puts into a full queue."""
+    monkeypatch.setattr(system, "_PATIENCE_S", 0.1)
+    ensemble = ensemble_of(by(members.times, 1.0))
+    (worker,) = ensemble.stats().workers
+    is_called, may_end = threading.Event(), threading.Event()
+
+    def wait(future: object) -> None:
+        is_called.set()
+        may_end.wait(PATIENCE_S)
+
+    ensemble.submit(ROWS[:8]).add_done_callback(wait)
+    assert is_called.wait(PATIENCE_S)
+    closing = threading.Thread(target=ensemble.close, kwargs={"wait": False}, daemon=True)
+    try:
+        closing.start()
+        closing.join(PATIENCE_S / 2)
+        assert not closing.is_alive()
+    finally:
+        may_end.set()
+    ensemble._system._thread.join(PATIENCE_S)
+    assert not Path(f"/proc/{worker.pid}").exists()
+
+
 def is_held(lock: Any) -> bool:
     """For longer than it takes to send what there is room for."""
     is_free = lock.acquire(timeout=1.0)

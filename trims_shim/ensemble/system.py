@@ -237,7 +237,8 @@ class System:
         self._thread.join(_PATIENCE_S)
         if self._thread.is_alive():  # It receives from a worker that does not go on, for example.
             self._crew.kill()
-        self._thread.join()
+        # A callback, or `combine`, may wait for who closes, as at the end of the interpreter.
+        self._thread.join(None if wait else _PATIENCE_S)
 
     @property
     def _has_lock(self) -> bool:
