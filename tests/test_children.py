@@ -101,6 +101,18 @@ def test_without_proc_the_name_counts(
     assert interpreter() == str(python)
 
 
+def test_an_interpreter_out_of_reach_is_named_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Found: root's Python was no Python to a server that had given up root's rights."""
+    python = str(tmp_path / "root" / "python3")
+    for module, name in ((children, "_RUNNING"), (sys, "executable")):
+        monkeypatch.setattr(module, name, python)
+    monkeypatch.setattr(sys, "exec_prefix", str(tmp_path))
+    with pytest.raises(NoInterpreter, match="is gone or out of this user's reach"):
+        interpreter()
+
+
 def test_a_frozen_program_is_not_run_again(
     monkeypatch: pytest.MonkeyPatch, embedding: Path, tmp_path: Path
 ) -> None:

@@ -62,7 +62,11 @@ def interpreter() -> str:
         for path in (installed,) if running else (executable, installed):
             if _is_python(path):
                 return path
-    raise NoInterpreter(f"this program's interpreter ({executable or 'unknown'}) is no Python")
+    problem = "is no Python"
+    if _PYTHON.fullmatch(os.path.basename(executable)) and not os.path.exists(executable):
+        # As when a server gives up root's rights, and its Python is in root's home.
+        problem = "is gone or out of this user's reach"
+    raise NoInterpreter(f"this program's interpreter ({executable or 'unknown'}) {problem}")
 
 
 def _running() -> str:
