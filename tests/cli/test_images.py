@@ -284,6 +284,20 @@ def test_an_earlier_version_is_told_of_a_relative_path_too(warmed: Trims, tmp_pa
         warmed("unpin", digest)
 
 
+def test_an_earlier_version_that_another_file_has_is_told_so(warmed: Trims, tmp_path: Path) -> None:
+    """Found: what was advised took the other file's pin away."""
+    path, release = tmp_path / "current.bin", tmp_path / "1.bin"
+    release.write_bytes(os.urandom(2**20))
+    path.write_bytes(release.read_bytes())
+    (old, _) = json.loads(warmed("warm", "--pin", "--json", str(path), str(release)).stdout)
+    path.write_bytes(os.urandom(2**20))
+    (new,) = json.loads(warmed("warm", "--pin", "--json", str(path)).stdout)
+    advice = f"`trims unpin {old['digest'][:12]}` frees an earlier version"
+    assert new["note"].endswith(f"{advice}, which was loaded from {release}, too")
+    for digest in (new["digest"], old["digest"]):
+        warmed("unpin", digest)
+
+
 def test_pin_of_an_onnx_model(warmed: Trims, tmp_path: Path) -> None:
     """Found: it advised `trims warm --pin`, which refuses these."""
     path = tmp_path / "model.onnx"

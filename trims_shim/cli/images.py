@@ -12,7 +12,7 @@ import mmap
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from trims_shim import api, config
@@ -169,8 +169,7 @@ def _warm(
             earlier = ""
             if is_pinned:
                 cache().request(admin.PinImageRequest(handle.digest, is_pinned=True))
-                others = pinned().get(os.path.abspath(path), set()) - {handle.digest}
-                earlier = _still_pinned(others)
+                earlier = _still_pinned(pinned(), os.path.abspath(path), handle.digest)
             seconds = time.monotonic() - start
             outcome = "in the cache already" if _hits() > before else "loaded"
             return _Warmed(
@@ -199,11 +198,19 @@ def _pinned_by_path() -> dict[str, set[str]]:
     return found
 
 
-def _still_pinned(digests: Iterable[str]) -> str:
-    """What is said of images that were pinned when a path had other contents; else empty."""
-    return " and ".join(
-        f"`trims unpin {each[:12]}` frees an earlier version" for each in sorted(digests)
-    )
+def _still_pinned(pinned: Mapping[str, set[str]], path: str, digest: str) -> str:
+    """What is said of images that were pinned when a path had other contents; else empty.
+
+    ``pinned``: see :func:`_pinned_by_path`. ``digest`` is of what the path has now.
+    """
+    notes = []
+    for each in sorted(pinned.get(path, set()) - {digest}):
+        note = f"`trims unpin {each[:12]}` frees an earlier version"
+        # It may be what another file has now.
+        if also := sorted(name for name in pinned if each in pinned[name] and name != path):
+            note += f", which was loaded from {', '.join(also)}, too"
+        notes.append(note)
+    return " and ".join(notes)
 
 
 def _excluded(path: str) -> str:
