@@ -219,6 +219,19 @@ def test_a_daemon_that_is_late_leaves_no_zombie(
         os.waitpid(late, os.WNOHANG)
 
 
+@pytest.mark.parametrize(("word", "is_counted"), [("ready", True), ("lost-race", False)])
+def test_only_who_has_started_a_daemon_counts_it(
+    endpoint: Endpoint, run_instead: Callable[[str], None], word: str, is_counted: bool
+) -> None:
+    """Found: eight threads that loaded at once counted eight daemons."""
+    run_instead(f'eval "echo {word} 1 >&$5"')
+    pool = Pool(config.load({}, socket_dir=endpoint.directory), endpoint)
+    before = diagnostics.stats().events.get("daemon:started", 0)
+    with pytest.raises(DaemonUnavailable):
+        pool.ask(lambda line: line.welcome, may_start=True)
+    assert (diagnostics.stats().events.get("daemon:started", 0) > before) == is_counted
+
+
 def test_a_failure_of_before_is_no_reason_not_to_try(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -239,7 +239,6 @@ class Pool:
                 raise
         config = self._config
         spawn.start(self._endpoint, timeout_s=config.start_timeout, has_group=bool(config.group))
-        diagnostics.count("daemon", "started")
         return self._dial(check_protocol)
 
     def _dial(self, check: Callable[[messages.Welcome], None] | None) -> Connection:

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Iterator
 
+from trims_shim import diagnostics
 from trims_shim.children import NoInterpreter, interpreter, search_path
 from trims_shim.client.descriptors import above_streams
 from trims_shim.directories import open_own
@@ -176,6 +177,8 @@ def _spawn(executable: str, endpoint: Endpoint, deadline: float) -> None:
     if word not in ("ready", "lost-race"):
         detail = reason.strip() or f"it died without a word; see {endpoint.log}"
         raise DaemonStartFailed(f"the daemon could not start: {detail}")
+    if word == "ready":
+        diagnostics.count("daemon", "started")
 
 
 def _launch(executable: str, endpoint: Endpoint, writer: int) -> int:
