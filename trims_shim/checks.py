@@ -13,16 +13,16 @@ _MOST = 1 << 20
 """Bounds memory: a profile has a latency for each batch size, a queue a token for each place."""
 
 
-def whole(name: str, value: Any, *, least: int = 1) -> int:
-    """A checked count, from ``least`` to ``_MOST``. Raises TypeError, ValueError."""
+def whole(name: str, value: Any, *, least: int = 1, most: float = _MOST) -> int:
+    """A checked count, from ``least`` to ``most``. Raises TypeError, ValueError."""
     try:
         found = operator.index(no_flag(value))
     except TypeError:
         raise TypeError(f"{name} is {value!r}; it has to be a whole number") from None
     if found < least:
         raise ValueError(f"{name} is {value}; it has to be {least} or more")
-    if found > _MOST:
-        raise ValueError(f"{name} is {value}; it has to be {_MOST} or less")
+    if found > most:
+        raise ValueError(f"{name} is {value}; it has to be {most} or less")
     return found
 
 

@@ -139,6 +139,14 @@ def test_optimise_ends_where_there_is_nothing_to_change() -> None:
     assert optimise(problem, tries=10**9) == Allocation(((8,),))
 
 
+def test_a_search_may_have_no_limits() -> None:
+    problem = Problem(gpus(1), {"a": member()}, (8,))
+    found = bounded_greedy(
+        problem, lambda _: 1.0, random=Random(1), max_iter=10**30, max_neighs=10**30
+    )
+    assert found == Allocation(((8,),))
+
+
 def test_neighbours_differ_in_one_element_fit_and_are_complete() -> None:
     problem = random_problem(Random(1), devices=2, members=2)
     start = worst_fit_decreasing(problem)

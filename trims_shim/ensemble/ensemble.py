@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -207,10 +208,10 @@ def _check(
     if total == float("inf"):
         raise ValueError("the weights of all members are too large for a sum")
     if segment_size is not None:
-        whole("segment_size", segment_size)
+        whole("segment_size", segment_size, most=math.inf)
     if max_segments is not None:
-        whole("max_segments", max_segments)
-    whole("restarts", restarts, least=0)
+        whole("max_segments", max_segments, most=math.inf)
+    whole("restarts", restarts, least=0, most=math.inf)
 
 
 def _check_allocation(

@@ -8,6 +8,7 @@ a fraction of a millisecond, and so can afford to search on from where the greed
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
@@ -48,8 +49,8 @@ def bounded_greedy(
 
     Source: Algorithm 2.
     """
-    whole("max_iter", max_iter, least=0)
-    whole("max_neighs", max_neighs, least=0)
+    whole("max_iter", max_iter, least=0, most=math.inf)
+    whole("max_neighs", max_neighs, least=0, most=math.inf)
     best = _checked(problem, start)
     best_rate = bench(best)
     for _ in range(max(max_iter, len(problem.devices) - len(problem.members))):
