@@ -282,7 +282,7 @@ def test_a_bad_problem_names_the_entry(
         ('model = "bert"', 'model = "bart"', "streams.search.model is 'bart'; there is no such"),
         ('model = "bert"', 'modell = "bert"', "streams.search.modell is not known; did you mean"),
         ('model = "bert"', "model = 1", "streams.search.model is 1; it has to be a text"),
-        ("rate_qps = 150", "rate_qps = 0", "'search' has a rate of 0"),
+        ("rate_qps = 150", "rate_qps = 0", "the rate_qps of 'search' is 0.0"),
         ("groups = 2", "groups = 0", "groups is 0"),
         ("memory_gb = 16", "memory_gb = 11", "'gpt2', which 'chat' asks for, needs more memory"),
         (

@@ -83,7 +83,7 @@ def test_what_a_device_takes_by_default() -> None:
         ({"replan_s": math.nan}, "replan_s"),
         ({"queue_size": 0}, "queue_size is 0"),
         ({"policy": "autoo"}, "there is no policy 'autoo'"),
-        ({"headroom": 0}, "a headroom of 0"),
+        ({"headroom": 0}, "headroom is 0"),
         ({"loaders": {"small": load}}, "none for large, other"),
     ],
 )
