@@ -756,6 +756,25 @@ def test_a_finalizer_in_a_thread_that_begins_waits_for_no_batch_that_is_meant_fo
     assert errors == [RuntimeError]
 
 
+def test_a_finalizer_in_a_thread_that_is_in_no_list_yet_waits_for_no_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_number, errors = threading.Thread._set_native_id, []  # type: ignore[attr-defined]
+
+    def sets_number(thread: threading.Thread) -> None:
+        set_number(thread)
+        try:
+            batcher.drain(0.01)
+        except (RuntimeError, TimeoutError) as error:
+            errors.append(type(error))
+
+    with greedy(lambda items: items) as batcher:
+        monkeypatch.setattr(threading.Thread, "_set_native_id", sets_number)
+        assert batcher.submit(1).result(LONG_S) == 1
+        monkeypatch.undo()
+    assert errors == [RuntimeError]
+
+
 def test_no_more_workers_than_devices() -> None:
     gate = Gate()
     before = batch_threads()

@@ -138,8 +138,8 @@ class ThreadDispatch(Dispatch):
         ident = threading.get_ident()
         if is_my_turn or ident in self._runners or ident in list(self._starting.values()):
             return True
-        beginning = list(self._beginning.values())
-        return bool(beginning) and threading.current_thread() in beginning
+        # By its number: threading knows the thread itself only later.
+        return any(each.ident == ident for each in list(self._beginning.values()))
 
     def check_may_wait(self) -> None:
         """See :class:`Dispatch`. From now on this thread may be away from its seat."""
