@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["check_amount", "no_flag", "sizes", "whole"]
+__all__ = ["check_amount", "check_limit", "no_flag", "sizes", "whole"]
 
 _MOST = 1 << 20
 """Bounds memory: a profile has a latency for each batch size, a queue a token for each place."""
@@ -24,6 +24,12 @@ def whole(name: str, value: Any, *, least: int = 1, most: float = _MOST) -> int:
     if found > most:
         raise ValueError(f"{name} is {value}; it has to be {most} or less")
     return found
+
+
+def check_limit(name: str, value: Any, *, least: int = 1) -> None:
+    """Check a count that may be of any size, also infinite. Raises TypeError, ValueError."""
+    if not (isinstance(value, float) and value == math.inf):
+        whole(name, value, least=least, most=math.inf)
 
 
 def sizes(name: str, values: Any) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import math
 import os
 import signal
 import subprocess
@@ -378,7 +379,9 @@ def test_rules_may_raise_what_event_loops_take_for_their_own(error: BaseExceptio
 
 def test_the_batch_of_a_worker_that_died_is_answered_by_the_next_one(tmp_path: Path) -> None:
     load = by(members.dying_at, 7.0, str(tmp_path), 1)
-    with ensemble_of(load, by(members.times, 3.0), restarts=10**9) as ensemble:
+    with ensemble_of(
+        load, by(members.times, 3.0), restarts=math.inf, max_segments=math.inf
+    ) as ensemble:
         assert np.array_equal(ensemble.predict(ROWS), ROWS * 2)
         assert ensemble.stats().restarts == 1
         assert len(list(tmp_path.iterdir())) == 1

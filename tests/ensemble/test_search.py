@@ -142,7 +142,7 @@ def test_optimise_ends_where_there_is_nothing_to_change() -> None:
 def test_a_search_may_have_no_limits() -> None:
     problem = Problem(gpus(1), {"a": member()}, (8,))
     found = bounded_greedy(
-        problem, lambda _: 1.0, random=Random(1), max_iter=10**30, max_neighs=10**30
+        problem, lambda _: 1.0, random=Random(1), max_iter=10**30, max_neighs=math.inf
     )
     assert found == Allocation(((8,),))
 

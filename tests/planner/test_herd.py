@@ -317,6 +317,15 @@ def test_groups_that_have_no_device_each_are_no_room() -> None:
         plan_herd(streams, MODELS, devices=1, memory_bytes=20, groups=2)
 
 
+def test_groups_and_their_sizes_may_have_no_limit() -> None:
+    streams = {"one": Stream("a", 1), "two": Stream("c", 1)}
+    limits: dict[str, Any] = {"devices": 4, "memory_bytes": 20}
+    plan = plan_herd(streams, MODELS, groups=4, largest=4, **limits)
+    unlimited: list[Any] = [10**9, math.inf]
+    for limit in unlimited:
+        assert plan_herd(streams, MODELS, groups=limit, largest=limit, **limits) == plan
+
+
 def test_no_streams_need_no_groups() -> None:
     plan = plan_herd({}, MODELS, devices=1, memory_bytes=5, groups=1)
     assert (plan.groups, plan.burst_tolerance, plan.slack) == ((), math.inf, math.inf)

@@ -106,6 +106,14 @@ def test_devices_that_the_optimum_does_not_need_give_room() -> None:
     assert devices == {"cats": 2, "dogs": 4}
 
 
+def test_as_many_devices_as_are_needed() -> None:
+    devices: dict[str, Any] = {"gpu": math.inf}
+    (group,) = plan_proteus(
+        Problem(devices, [option("cats", "x", "gpu", 90, 4)], {"cats": 9})
+    ).groups
+    assert 1 <= group.devices < math.inf
+
+
 def test_the_first_plan_uses_all_devices_however_little_room_each_gives() -> None:
     """Less than a change would cost, but nothing ran before."""
     problem = Problem({"gpu": 100}, [option("cats", "c", "gpu", 80, 10)], {"cats": 600})

@@ -117,6 +117,13 @@ def test_when_to_plan_again_has_to_be_a_number(name: str) -> None:
         Replanning(plan, period_s=0)
 
 
+def test_no_burst_may_be_one_to_plan_for() -> None:
+    first = plan_proteus(problem(20, 10))
+    again = serving(first, replanning=Replanning(plan, period_s=1000, burst=math.inf))
+    serve(again, arrivals((2, 5, 5), (2, 300, 10)))
+    assert again.plans == 1  # at the end of its period
+
+
 def test_where_no_plan_is_found_the_old_one_stays() -> None:
     def none(demand_qps: Mapping[str, float], before: Placement) -> Placement:
         raise PlanningError("no time left")

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trims_shim.checks import check_amount, whole
+from trims_shim.checks import check_amount, check_limit, whole
 from trims_shim.ensemble.allocation import (
     Allocation,
     Device,
@@ -210,8 +210,8 @@ def _check(
     if segment_size is not None:
         whole("segment_size", segment_size, most=math.inf)
     if max_segments is not None:
-        whole("max_segments", max_segments, most=math.inf)
-    whole("restarts", restarts, least=0, most=math.inf)
+        check_limit("max_segments", max_segments)
+    check_limit("restarts", restarts, least=0)
 
 
 def _check_allocation(

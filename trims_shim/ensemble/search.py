@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 
-from trims_shim.checks import check_amount, whole
+from trims_shim.checks import check_amount, check_limit, whole
 from trims_shim.ensemble.allocation import Allocation, Problem, worst_fit_decreasing
 from trims_shim.ensemble.estimate import throughput
 
@@ -50,7 +50,7 @@ def bounded_greedy(
     Source: Algorithm 2.
     """
     whole("max_iter", max_iter, least=0, most=math.inf)
-    whole("max_neighs", max_neighs, least=0, most=math.inf)
+    check_limit("max_neighs", max_neighs, least=0)
     best = _checked(problem, start)
     best_rate = bench(best)
     for _ in range(max(max_iter, len(problem.devices) - len(problem.members))):

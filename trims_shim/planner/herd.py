@@ -31,7 +31,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from trims_shim.checks import check_amount, whole
+from trims_shim.checks import check_amount, check_limit, whole
 from trims_shim.errors import PlanningError
 from trims_shim.planner.programme import OutOfTime, Programme, Solution
 
@@ -212,10 +212,10 @@ def _check(
     groups: int,
     largest: int | None,
 ) -> None:
-    whole("devices", devices)
-    whole("groups", groups)
+    whole("devices", devices, most=math.inf)
+    check_limit("groups", groups)
     if largest is not None:
-        whole("largest", largest)
+        check_limit("largest", largest)
     check_amount("memory_bytes", memory_bytes, may_be_infinite=True)
     for name, model in models.items():
         check_amount(f"the throughput_qps of {name!r}", model.throughput_qps, positive=True)

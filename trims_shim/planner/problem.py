@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from trims_shim.batching.profiles.profile import LatencyProfile
-from trims_shim.checks import check_amount, whole
+from trims_shim.checks import check_amount, check_limit
 
 __all__ = ["Option", "Problem"]
 
@@ -71,7 +71,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         for kind, count in self.devices.items():
-            whole(f"devices[{kind!r}]", count, least=0)
+            check_limit(f"devices[{kind!r}]", count, least=0)
         for family, qps in self.demand_qps.items():
             check_amount(f"demand_qps[{family!r}]", qps)
         seen = set()

@@ -57,7 +57,7 @@ class Replanning:
 
     def __post_init__(self) -> None:
         check_amount("period_s", self.period_s, positive=True)
-        check_amount("burst", self.burst)
+        check_amount("burst", self.burst, may_be_infinite=True)
 
 
 class Serving(Cluster):
