@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from trims_shim.children import NoAnswer
@@ -54,6 +55,18 @@ def test_parts_of_the_processor_share_its_memory() -> None:
 def test_without_gpus_the_processor_is_no_reserve() -> None:
     (found,) = find_devices()
     assert (found.name, found.is_reserve) == ("cpu", False)
+
+
+@pytest.mark.parametrize("given", [("cpu",), {"cpu"}, {"cpu": 1}.keys(), np.array(["cpu"])])
+def test_names_in_what_is_no_list(given: Any) -> None:
+    (found,) = find_devices(given)
+    assert found.name == "cpu"
+
+
+@pytest.mark.parametrize("given", [(), {}, np.array([])])
+def test_no_names(given: Any) -> None:
+    with pytest.raises(ValueError, match="devices is empty"):
+        find_devices(given)
 
 
 @pytest.mark.parametrize("given", ["cpu", 2])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from functools import cache
 
 from trims_shim.children import NoAnswer, ask_child
@@ -25,7 +25,7 @@ print(json.dumps([[each.total_bytes, nvml.free_bytes(each.id)] for each in found
 """
 
 
-def find_devices(names: Sequence[str | Device] | None = None) -> list[Device]:
+def find_devices(names: Collection[str | Device] | None = None) -> list[Device]:
     """The devices of these names: ``cpu``, ``cpu:CORES`` (such as ``cpu:0-3,8``), ``cuda:INDEX``.
 
     Without names, the GPUs that this process may use, and the processor, which is kept in reserve
@@ -33,9 +33,9 @@ def find_devices(names: Sequence[str | Device] | None = None) -> list[Device]:
     GPU that is not there, TypeError for what is no list of names and :class:`Device`, EnsembleError
     if it cannot be known which GPUs there are.
     """
-    if names is not None and (isinstance(names, str) or not isinstance(names, Sequence)):
+    if isinstance(names, str) or not isinstance(names, Collection | None):
         raise TypeError(f"devices is {names!r}; it has to be a list of names, such as ['cpu:0-3']")
-    if names is not None and not names:
+    if names is not None and not len(names):  # numpy's arrays have no truth
         raise ValueError("devices is empty; name one, or give None for those of this machine")
     memory_bytes = available_bytes()
     gpus = cache(_gpus)  # asked once, if at all
