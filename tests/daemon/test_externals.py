@@ -96,6 +96,15 @@ def test_data_are_those_of_the_model_only_inside_its_directory(file: Path, tmp_p
         assert external_identities(model, ["w.bin", location]) is None
 
 
+def test_open_files_without_a_name(tmp_path: Path) -> None:
+    with (tmp_path / "gone").open("wb") as file:
+        (tmp_path / "gone").unlink()
+        assert links_to(f"/proc/{os.getpid()}/fd/{file.fileno()}") == ()
+    (tmp_path / "link").symlink_to(tmp_path)
+    link = Identity.from_stat(os.lstat(tmp_path / "link"))
+    assert link in links_to(f"/proc/{os.getpid()}/root{tmp_path}/link")
+
+
 def test_links_on_the_way(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "w.bin").write_bytes(b"w")

@@ -63,7 +63,8 @@ def links_to(path: str) -> tuple[Identity, ...]:
     while names:
         step = os.path.join(here, names.pop())
         status = os.lstat(step)
-        if not stat.S_ISLNK(status.st_mode):
+        # What a descriptor is open on, such as a memfd, may have no name to go on with.
+        if not stat.S_ISLNK(status.st_mode) or status.st_dev == os.lstat("/proc").st_dev:
             here = step
             continue
         if len(found) == _LINKS_LIMIT:
