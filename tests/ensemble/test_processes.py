@@ -375,7 +375,14 @@ def test_closing_does_not_wait_for_a_callback_that_waits(monkeypatch: pytest.Mon
     monkeypatch.setattr(system, "_PATIENCE_S", 0.1)
     ensemble = ensemble_of(by(members.times, 1.0))
     (worker,) = ensemble.stats().workers
-    is_called, may_end = threading.Event(), threading.Event()
+    thread, is_called, may_end = ensemble._system._thread, threading.Event(), threading.Event()
+    join, waits = thread.join, []
+
+    def joined(timeout: float | None = None) -> None:
+        waits.append(timeout)
+        join(timeout)
+
+    monkeypatch.setattr(thread, "join", joined)
 
     def wait(future: object) -> None:
         is_called.set()
@@ -388,9 +395,10 @@ def test_closing_does_not_wait_for_a_callback_that_waits(monkeypatch: pytest.Mon
         closing.start()
         closing.join(PATIENCE_S / 2)
         assert not closing.is_alive()
+        assert waits == [0.1, 0.1]
     finally:
         may_end.set()
-    ensemble._system._thread.join(PATIENCE_S)
+    join(PATIENCE_S)
     assert not Path(f"/proc/{worker.pid}").exists()
 
 

@@ -172,7 +172,7 @@ class Ensemble:
     def close(self, *, wait: bool = True) -> None:
         """End the workers; with ``wait``, after the calls that are under way, which else fail."""
         self._system.close(wait=wait)
-        self._end()
+        self._end.detach()  # else it would wait once more for a callback that waits
 
     def __enter__(self) -> Ensemble:
         return self
