@@ -83,7 +83,7 @@ generates = functools.partial(generation, same, max_new_tokens=3)
         (Pad, "fields", ["input_ids", 1, True]),
         (Pad, "unpad", ["logits", 1]),
         (Pad, "mask", [["mask"], 1]),
-        (Pad, "value", [None, "0", "", b"0", [0], {"a": None}]),
+        (Pad, "value", [None, b"0", [0], {"a": None}]),
         (functools.partial(StagedModel, [same]), "profile", [PROFILE, 5]),
         (functools.partial(StagedModel, [same]), "name", [None, 5]),
         (window, "wait_ms", ["3", NAN, INFINITY, -1, None]),
@@ -132,6 +132,11 @@ def test_wrong_bounds_of_warming_are_named() -> None:
 def test_a_number_of_numpy_is_a_multiple() -> None:
     pads = Batcher(lambda batch: list(batch.values), collate=Pad(multiple=np.int64(3)))  # type: ignore[arg-type]
     assert pads(np.ones(2)).tolist() == [1, 1, 0]
+
+
+def test_lists_of_text_are_padded_with_text() -> None:
+    pads = Batcher(lambda batch: list(batch.values), collate=Pad("", multiple=2))  # type: ignore[arg-type]
+    assert pads(["one"]) == ["one", ""]
 
 
 def test_a_device_of_torch_is_its_name() -> None:

@@ -82,7 +82,7 @@ class Pad:
         if not isinstance(self.mask, str | None):
             raise TypeError(f"mask is {self.mask!r}; it has to be a name, or None for no mask")
         for value in self.value.values() if isinstance(self.value, Mapping) else [self.value]:
-            if not _is_number(value):
+            if not isinstance(value, complex | str) and not hasattr(value, "__float__"):
                 raise TypeError(f"value is {value!r}; it has to be a number to pad with")
         try:
             operator.index(self.axis)
@@ -304,14 +304,6 @@ def _is_marker(result: Any) -> bool:
     """Whether it is an item's error, or the end of its answer, in place of a result."""
     kind = type(result)
     return issubclass(result if issubclass(kind, type) else kind, BaseException)
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        complex(value)
-    except (TypeError, ValueError):  # ValueError: text that is no number
-        return False
-    return not isinstance(value, str)
 
 
 def _class_of(length: int) -> int:
