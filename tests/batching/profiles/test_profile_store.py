@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import json
 import logging
 import os
@@ -363,3 +364,19 @@ def test_keys_are_the_same_text_in_every_process() -> None:
         for seed in "12"
     }
     assert found == {key_text(key)}
+
+
+class Unspeakable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize("part", [Unspeakable(), functools.reduce(lambda x, _: (x,), range(9999))])
+def test_a_key_without_text_is_not_kept_and_raises_nothing(
+    store: ProfileStore, caplog: pytest.LogCaptureFixture, part: Any
+) -> None:
+    """Policies look for the profile of a new key: an error would fail all who wait."""
+    with caplog.at_level(logging.WARNING):
+        assert store.load("classify", (part,)) is None
+        assert not store.save("classify", (part,), SAVED)
+    assert len(caplog.records) == 1

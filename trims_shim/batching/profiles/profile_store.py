@@ -25,6 +25,7 @@ from trims_shim.batching.profiles.profile_json import (
     latencies_of,
 )
 from trims_shim.config import Config
+from trims_shim.diagnostics import pass_on
 from trims_shim.directories import existing_parent, make, roots_problem
 from trims_shim.errors import CorruptFile, FormatError
 from trims_shim.replacing import target_of
@@ -135,6 +136,8 @@ class ProfileStore:
 
     def load(self, name: str, key: Hashable = None) -> SavedProfile | None:
         """The profile of this batcher and key on this machine; None if there is no good one."""
+        if not self._has_text(name, key):
+            return None
         path = self.path(name, key)
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):
@@ -150,6 +153,8 @@ class ProfileStore:
 
     def save(self, name: str, key: Hashable, saved: SavedProfile) -> bool:
         """Write or replace the profile; False, with a warning, where that fails."""
+        if not self._has_text(name, key):
+            return False
         whole = replace(saved, name=name, key=key_text(key), machine=machine_text())
         try:
             directory = os.path.abspath(self.directory)
@@ -162,6 +167,17 @@ class ProfileStore:
             # Not by its text, which names the file, of which each key has another.
             cause = f"{name}: {error.strerror or error}"
             self._warn(f"the latency profile of {name} is not kept: {error}", cause=cause)
+            return False
+        return True
+
+    def _has_text(self, name: str, key: Hashable) -> bool:
+        """Not if the ``repr`` of a part raises, or if it is nested too deeply."""
+        try:
+            key_text(key)
+        except Exception as error:  # of any kind; in the policy it would fail all who wait
+            pass_on(error)
+            cause = type(error).__name__
+            self._warn(f"latency profiles of {name} are not kept for a key without text: {cause}")
             return False
         return True
 
