@@ -717,3 +717,17 @@ def test_what_is_joined_and_split_is_what_was_there(items: list[Any]) -> None:
         groups.setdefault(AUTO.key(item), []).append(item)
     for group in groups.values():
         assert answers(AUTO, AUTO.join(group), group) == group
+
+
+class Feet(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("collate", [collate_of("auto"), collate_of("concatenate"), Pad()])
+def test_tensors_of_different_classes_share_no_batch(collate: Collate) -> None:
+    """A function may treat a sub-class in another way, and joined, all would be of it."""
+    plain = torch.ones(2)
+    feet = plain.as_subclass(Feet)
+    assert collate.key(plain) != collate.key(feet)
+    assert collate.key(feet) == collate.key(feet.clone())
+    assert collate.key(plain) == collate.key(torch.nn.Parameter(plain))

@@ -123,7 +123,10 @@ class _Torch(ArrayLibrary):
 
         if array.layout is not torch.strided or array.is_quantized or array.is_nested:
             return None
-        return array.dtype, array.device
+        # One class alone: joined, a sub-class makes its own of the plain tensors beside it.
+        kind = type(array)
+        is_plain = kind in (torch.Tensor, torch.nn.Parameter)
+        return (array.dtype, array.device) if is_plain else (kind, array.dtype, array.device)
 
     def stack(self, arrays: Sequence[Any]) -> Any:
         torch = torch_in_this_thread()
