@@ -238,6 +238,17 @@ def test_stages_are_reported_where_there_are_any(registry: object) -> None:
         assert value(registry, "stage_runs_total", batcher="detect", stage="0") is None
 
 
+def test_a_registry_that_refuses_is_asked_again(registry: Any) -> None:
+    batcher = Stub()
+    other = prometheus.Gauge("trims_batching_queued", "Of somebody else.", registry=registry)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="trims_batching_queued"):
+            export(batcher, registry)
+    registry.unregister(other)
+    export(batcher, registry)
+    assert value(registry, "queued") == 1
+
+
 def test_the_default_registry(monkeypatch: pytest.MonkeyPatch, registry: object) -> None:
     monkeypatch.setattr(prometheus, "REGISTRY", registry)
     batcher = Stub()

@@ -59,7 +59,12 @@ def export(batcher: _Exported, registry: Any = None) -> None:
         collector.add(batcher)
     # Outside of our lock: a registry calls the collector that it registers.
     if is_new:
-        registry.register(collector)
+        try:
+            registry.register(collector)
+        except BaseException:  # it has a metric of such a name: the next call is told, too
+            with _lock:
+                _collectors.pop(registry, None)
+            raise
 
 
 def _forget_lock() -> None:
