@@ -238,6 +238,13 @@ def test_stages_are_reported_where_there_are_any(registry: object) -> None:
         assert value(registry, "stage_runs_total", batcher="detect", stage="0") is None
 
 
+def test_a_name_that_is_no_utf_8_is_written(registry: Any) -> None:
+    batcher = Stub("mod\udce8le")
+    export(batcher, registry)
+    assert prometheus.generate_latest(registry)
+    assert value(registry, "queued", batcher=r"mod\udce8le") == 1
+
+
 def test_a_registry_that_refuses_is_asked_again(registry: Any) -> None:
     batcher = Stub()
     other = prometheus.Gauge("trims_batching_queued", "Of somebody else.", registry=registry)

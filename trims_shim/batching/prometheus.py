@@ -92,9 +92,11 @@ class _Collector:
         self._forget_gone()
         if any(reference() is source for reference in list(self._sources.values())):
             return
-        label = self._next_label(batcher.name)
+        # As of a file whose name is no UTF-8: no scrape could be written with it.
+        name = batcher.name.encode(errors="backslashreplace").decode()
+        label = self._next_label(name)
         while label in self._sources:  # of a batcher that has this very name
-            label = self._next_label(batcher.name)
+            label = self._next_label(name)
         self._sources[label] = weakref.ref(source)
 
     def _next_label(self, name: str) -> str:
