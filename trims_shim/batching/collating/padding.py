@@ -49,7 +49,8 @@ class Pad:
 
     ``value`` is the value to pad with, or a mapping of it by field; other fields are padded with 0
     (``{"input_ids": tokenizer.pad_token_id}``). ``fields`` names what is padded; by default all
-    arrays that have the axis, and all lists. The rest is stacked.
+    arrays that have the axis, and all lists. The rest is stacked. Fields of tuples, also of named
+    ones, are their positions.
 
     Batches are padded to their longest item, rounded up to a multiple of ``multiple``. Under the
     default policies items of similar length share a batch. Others join them if more requests are in
