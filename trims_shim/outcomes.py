@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
-__all__ = ["fail", "for_futures", "settle"]
+__all__ = ["fail", "for_futures", "settle", "stands_for"]
 
 _logger = logging.getLogger(__name__)
 
@@ -42,6 +42,12 @@ def for_futures(error: BaseException, what: str) -> BaseException:
     told = RuntimeError(f"{what} raised {said}")
     told.__cause__ = error
     return told
+
+
+def stands_for(result: object, errors: type | tuple[type, ...]) -> bool:
+    """Whether a result is one of these errors, or the class of one; asked of its type."""
+    kind = type(result)
+    return issubclass(result if issubclass(kind, type) else kind, errors)  # type: ignore[arg-type]
 
 
 def _tell(set_outcome: Callable[[Any], None], outcome: Any) -> None:

@@ -46,11 +46,11 @@ def measure(
     found = find_devices(devices)
     names = names_of(members)
     # What cannot be is said now, not after minutes.
+    whole("repeats", repeats)
     Problem(found, dict.fromkeys(names, MemberProfile({})), batch_sizes)
     kinds = {device.kind: device for device in reversed(found)}
     sizes = sorted(set(batch_sizes))
     batch = _repeated(samples, sizes[-1])
-    whole("repeats", repeats)
     profiles = {}
     for member in members:
         footprints, latencies = {}, {}

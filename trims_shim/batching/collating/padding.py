@@ -19,6 +19,7 @@ from trims_shim.batching.collating.collates import Stacking
 from trims_shim.batching.collating.splitting import split
 from trims_shim.batching.collating.structures import part_of, parts_of, with_parts
 from trims_shim.errors import BadBatch
+from trims_shim.outcomes import stands_for
 
 __all__ = ["Pad", "Padded"]
 
@@ -265,7 +266,8 @@ class Pad:
     # --- results ----------------------------------------------------------------------------------
 
     def _cut(self, result: Any, length: int, target: int) -> Any:
-        if _is_marker(result):
+        # An item's error, or the end of its answer, in place of a result.
+        if stands_for(result, BaseException):
             return result
         parts = parts_of(result)
         if self.unpad is True:
@@ -299,12 +301,6 @@ class Pad:
 
 
 _REST = Stacking()
-
-
-def _is_marker(result: Any) -> bool:
-    """Whether it is an item's error, or the end of its answer, in place of a result."""
-    kind = type(result)
-    return issubclass(result if issubclass(kind, type) else kind, BaseException)
 
 
 def _class_of(length: int) -> int:

@@ -26,7 +26,7 @@ from trims_shim.batching.drivers.functions import BatchFunction
 from trims_shim.batching.drivers.jobs import Job
 from trims_shim.batching.drivers.learning import LateKey
 from trims_shim.batching.drivers.options import Options
-from trims_shim.batching.drivers.replies import FAILURES, BatchFuture, BlockedCall, Seat
+from trims_shim.batching.drivers.replies import BatchFuture, BlockedCall, Seat, is_failure
 from trims_shim.batching.drivers.streams import StreamReply
 from trims_shim.batching.protocol import (
     FLUSH,
@@ -438,7 +438,7 @@ class Dispatch(ABC):
         record.cancelled += len(job.requests) - len(live)
         record.failed += job.failed
         for request, result in zip(live, job.results or (), strict=False):
-            if not issubclass(type(result), FAILURES):
+            if not is_failure(result):
                 record.add_answer(request.arrival_ns, request.payload.deadline_ns, job.ended_ns)
 
     def _start_over(self, error: BaseException | None) -> None:

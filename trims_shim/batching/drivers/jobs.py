@@ -10,7 +10,7 @@ import logging
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from trims_shim.batching.drivers.replies import FAILURES, Entry, Failure, deliver
+from trims_shim.batching.drivers.replies import Entry, Failure, deliver, is_failure
 from trims_shim.batching.protocol import Request
 
 __all__ = ["Job"]
@@ -79,7 +79,7 @@ class Job:
     @property
     def failed(self) -> int:
         """How many of ``live`` failed."""
-        return sum([issubclass(type(each), FAILURES) for each in self.results or ()])
+        return sum(map(is_failure, self.results or ()))
 
     def begin(self, now_ns: int) -> list[Entry]:
         """The entries to run; the same ones when another thread continues the job."""

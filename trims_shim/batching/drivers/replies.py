@@ -35,7 +35,6 @@ else:
     Dispatch = Job = Request = Any  # annotations can be evaluated
 
 __all__ = [
-    "FAILURES",
     "OTHER_PROCESS",
     "BatchFuture",
     "BlockedCall",
@@ -44,6 +43,7 @@ __all__ = [
     "Reply",
     "Seat",
     "deliver",
+    "is_failure",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -166,12 +166,13 @@ class Failure:
             del self._traceback
 
 
-FAILURES = (Failure, BaseException)
-"""What is no answer, in a list of results.
+def is_failure(result: object) -> bool:
+    """Whether it is no answer, in a list of results.
 
-Always asked of its type: a proxy has the ``__class__`` of something else, which raises if that is
-gone. One of an error cannot be raised.
-"""
+    Asked of its type: a proxy has the ``__class__`` of something else, which raises if that is
+    gone. One of an error cannot be raised.
+    """
+    return issubclass(type(result), (Failure, BaseException))
 
 
 def deliver(reply: Reply, result: Any) -> None:

@@ -13,11 +13,13 @@ from typing import Any
 
 from trims_shim.batching.drivers.replies import OTHER_PROCESS, Entry, Failure
 from trims_shim.errors import BatchingError
+from trims_shim.outcomes import stands_for
 
 __all__ = ["END", "StreamReply", "Streaming"]
 
 END: Any = object()
 """In place of an answer: the pieces were the answer."""
+_ENDS = (StopIteration, StopAsyncIteration)
 
 
 class StreamReply:
@@ -89,7 +91,7 @@ class Streaming:
         is_heard = False
         for index in sorted(self._open):
             piece = results[index]
-            if _is_end(piece):
+            if stands_for(piece, _ENDS):
                 self._close(index)
             elif issubclass(type(piece), BaseException):
                 self._fail(index, piece)
@@ -124,8 +126,3 @@ class Streaming:
         self._open.discard(index)
         self._results[index] = Failure(error)
         self._entries[index].reply.fail(error)
-
-
-def _is_end(piece: Any) -> bool:
-    kind = type(piece)
-    return issubclass(piece if issubclass(kind, type) else kind, StopIteration | StopAsyncIteration)

@@ -127,7 +127,10 @@ class ProfileStore:
 
     def path(self, name: str, key: Hashable = None) -> str:
         """Where the profile of this batcher and key is, or would be."""
-        text = "\n".join((name, key_text(key), machine_text()))
+        return self._path(name, key_text(key))
+
+    def _path(self, name: str, key: str) -> str:
+        text = "\n".join((name, key, machine_text()))
         # Readable for users, unique by the digest. Names of files are limited in bytes.
         safe = "".join(each if each.isalnum() or each in "-_." else "_" for each in name)
         readable = safe.encode()[-80:].decode(errors="ignore")
@@ -136,9 +139,10 @@ class ProfileStore:
 
     def load(self, name: str, key: Hashable = None) -> SavedProfile | None:
         """The profile of this batcher and key on this machine; None if there is no good one."""
-        if not self._has_text(name, key):
+        text = self._text_of(name, key)
+        if text is None:
             return None
-        path = self.path(name, key)
+        path = self._path(name, text)
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):
                 raise CorruptFile(f"{path} is no plain file")  # reading a pipe would block
@@ -148,20 +152,21 @@ class ProfileStore:
         except (OSError, FormatError) as error:
             self._warn(f"{error}; it is ignored, and measured anew")
             return None
-        is_it = (saved.name, saved.key, saved.machine) == (name, key_text(key), machine_text())
+        is_it = (saved.name, saved.key, saved.machine) == (name, text, machine_text())
         return saved if is_it else None
 
     def save(self, name: str, key: Hashable, saved: SavedProfile) -> bool:
         """Write or replace the profile; False, with a warning, where that fails."""
-        if not self._has_text(name, key):
+        text = self._text_of(name, key)
+        if text is None:
             return False
-        whole = replace(saved, name=name, key=key_text(key), machine=machine_text())
+        whole = replace(saved, name=name, key=text, machine=machine_text())
         try:
             directory = os.path.abspath(self.directory)
             if problem := roots_problem(existing_parent(directory)):
                 raise PermissionError(problem)
             make(directory)
-            _write(self.path(name, key), whole)
+            _write(self._path(name, text), whole)
             self._prune()
         except OSError as error:
             # Not by its text, which names the file, of which each key has another.
@@ -170,16 +175,15 @@ class ProfileStore:
             return False
         return True
 
-    def _has_text(self, name: str, key: Hashable) -> bool:
-        """Not if the ``repr`` of a part raises, or if it is nested too deeply."""
+    def _text_of(self, name: str, key: Hashable) -> str | None:
+        """None, with a warning, if the ``repr`` of a part raises, or it is nested too deeply."""
         try:
-            key_text(key)
+            return key_text(key)
         except Exception as error:  # of any kind; in the policy it would fail all who wait
             pass_on(error)
             cause = type(error).__name__
             self._warn(f"latency profiles of {name} are not kept for a key without text: {cause}")
-            return False
-        return True
+            return None
 
     def _prune(self) -> None:
         # The directory may hold files of others, which stay.

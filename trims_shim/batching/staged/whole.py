@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trims_shim.batching.collating.splitting import split
-from trims_shim.batching.drivers.replies import FAILURES
+from trims_shim.batching.drivers.replies import is_failure
 from trims_shim.batching.staged.activations import EarlyExit, Stepped
 from trims_shim.batching.staged.flow import own
 from trims_shim.errors import BadBatch
@@ -61,7 +61,7 @@ def _going_on(output: EarlyExit, rows: list[int] | None, results: dict[int, Any]
 
 def answers_of(rows: Sequence[list[Any]], result: Callable[[list[Any]], Any]) -> list[Any]:
     """Return ``result(pieces)`` for each row of :func:`run_steps`, or the row's exception."""
-    return [each[-1] if issubclass(type(each[-1]), FAILURES) else result(each) for each in rows]
+    return [each[-1] if is_failure(each[-1]) else result(each) for each in rows]
 
 
 def run_steps(step: Callable[[Any], Stepped], state: Any, *, take_rows: Take) -> list[list[Any]]:
@@ -80,7 +80,7 @@ def run_steps(step: Callable[[Any], Stepped], state: Any, *, take_rows: Take) ->
         kept = [
             index
             for index, (piece, is_finished) in enumerate(ended)
-            if not (is_finished or issubclass(type(piece), FAILURES))
+            if not (is_finished or is_failure(piece))
         ]
         if not kept:
             return answers

@@ -17,7 +17,7 @@ from typing import Any
 
 from trims_shim.batching.drivers.jobs import Job
 from trims_shim.batching.drivers.options import Options
-from trims_shim.batching.drivers.replies import FAILURES
+from trims_shim.batching.drivers.replies import is_failure
 from trims_shim.batching.drivers.threads import ThreadDispatch
 from trims_shim.batching.protocol import Action, Cancelled, Request, Run
 from trims_shim.batching.staged.drivers.functions import StagedFunction
@@ -179,7 +179,7 @@ class StagedDispatch(ThreadDispatch):
         for request, result in zip(job.live or (), job.results or (), strict=True):
             if request.number not in self._active:
                 continue  # cancelled meanwhile
-            if issubclass(type(result), FAILURES):
+            if is_failure(result):
                 record.failed += 1
             else:
                 answered += 1

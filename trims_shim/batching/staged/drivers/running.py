@@ -19,7 +19,7 @@ from trims_shim.batching.collating.collates import padded_length, padded_size
 from trims_shim.batching.collating.splitting import split
 from trims_shim.batching.drivers.functions import BatchFunction, item_of
 from trims_shim.batching.drivers.lanes import Lane
-from trims_shim.batching.drivers.replies import FAILURES, Entry
+from trims_shim.batching.drivers.replies import Entry, is_failure
 from trims_shim.batching.protocol import Request
 from trims_shim.batching.staged.activations import EarlyExit, Stepped
 from trims_shim.batching.staged.flow import NotJoinable, join, own, rows_of, take
@@ -204,7 +204,7 @@ class StageRunner:
         flags = self._flags(last, output.finished, requests)
         pieces = split(own(output.pieces), len(flags))
         rows = range(len(requests))
-        failed = [row for row in rows if issubclass(type(pieces[row]), FAILURES)]
+        failed = [row for row in rows if is_failure(pieces[row])]
         steps = [(requests[row], pieces[row]) for row in rows if row not in failed]
         finished = [requests[row] for row in rows if flags[row] and row not in failed]
         if not failed and not finished and len(flags) == len(requests):
