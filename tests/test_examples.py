@@ -78,7 +78,11 @@ async def work():
     points = [{"x": x / 4, "y": y / 4} for x in range(-4, 5) for y in range(-4, 5)]
     paths = ["/classify", "/classify-in-thread"]
     found = await asyncio.gather(*(ask(path, **each) for path in paths for each in points))
-    return {"answers": [each["class"] for each in found], **await ask("/worker")}
+    worker = await ask("/worker")
+    while sum(int(size) * count for size, count in worker["batches"].items()) < len(found):
+        await asyncio.sleep(0.01)  # a batch is counted just after its answers are there
+        worker = await ask("/worker")
+    return {"answers": [each["class"] for each in found], **worker}
 
 for _ in range(2):
     pid = os.fork()
