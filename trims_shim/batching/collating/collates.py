@@ -21,6 +21,7 @@ __all__ = [
     "Filling",
     "Listing",
     "Stacking",
+    "cuts",
     "padded_length",
     "padded_size",
     "with_classes",
@@ -270,6 +271,13 @@ def with_classes(collate: Collate) -> Collate:
 def _has_length(collate: Any) -> bool:
     found: bool = getattr(collate, "has_length", False)
     return found
+
+
+def cuts(collate: Any) -> bool:
+    """Whether ``collate`` cuts results to their item's length (``Pad(unpad=True)``)."""
+    while isinstance(collate, _OfParts):
+        collate = collate._collates.get(collate._splitting)
+    return hasattr(collate, "padded_length") and _splits_in_its_way(collate)
 
 
 def padded_length(collate: Any, items: Sequence[Any]) -> int | None:

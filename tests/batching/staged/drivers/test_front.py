@@ -196,6 +196,18 @@ def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
         Batcher(model(), **options)
 
 
+@pytest.mark.parametrize(
+    "collate", [Pad(unpad=True), {"x": Pad(unpad=["y"])}, [Pad(), Pad(unpad=True)]]
+)
+def test_pieces_of_a_loop_are_not_cut(collate: Any) -> None:
+    looping = StagedModel([double, Loop(lambda state: Stepped(state, state, [True] * len(state)))])
+    with pytest.raises(ValueError, match="`unpad` cuts"):
+        Batcher(looping, collate=collate)
+    Batcher(looping, collate=Pad())
+    Batcher(looping, collate=["auto", Pad()])
+    Batcher(model(), collate=collate)
+
+
 def test_options_for_stages_only() -> None:
     with pytest.raises(TypeError, match="model="):
         Batcher(double, devices=["cpu"])

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from trims_shim.batching.collating.collate import CollateSpec, collate_of
-from trims_shim.batching.collating.collates import Concatenate
+from trims_shim.batching.collating.collates import Concatenate, cuts
 from trims_shim.batching.drivers.functions import BatchFunction
 from trims_shim.batching.drivers.lanes import Lane
 from trims_shim.batching.drivers.learning import plain_key
@@ -45,7 +45,7 @@ class StagedFunction(BatchFunction):
 
     ``has_function``: there is one besides the model. ``lanes``: one for each device of the policy.
     Raises TypeError for a function that is asynchronous or a generator, ValueError for items that
-    are batches of several rows.
+    are batches of several rows, and for a loop whose pieces would have to be cut.
     """
 
     def __init__(
@@ -62,7 +62,13 @@ class StagedFunction(BatchFunction):
         name: str,
         by_length: bool,
     ) -> None:
-        if isinstance(collate_of(collate), Concatenate):
+        checked = collate_of(collate)
+        if model.loop is not None and cuts(checked):
+            raise ValueError(
+                f"{name}: `unpad` cuts the results of a model, and not the pieces of a Loop; leave "
+                "it out, and have the step return a list of what each row gets"
+            )
+        if isinstance(checked, Concatenate):
             raise ValueError(
                 f"{name}: with collate='concatenate' an item is a batch itself, and its rows "
                 "cannot take different ways through the stages"
