@@ -24,7 +24,7 @@ from harness import process_name
 from tests.ensemble import members
 from tests.ensemble.members import by, ensemble_of
 from trims_shim.batching import Batcher
-from trims_shim.ensemble import Allocation, Device, Ensemble, Member, hosting
+from trims_shim.ensemble import Allocation, Device, Ensemble, Member, channel, hosting
 from trims_shim.ensemble.buffers import Buffers
 from trims_shim.ensemble.ensemble import _dealt, _found
 from trims_shim.ensemble.system import WorkerTraceback
@@ -269,6 +269,23 @@ def test_an_answer_that_raises_stop_iteration_where_it_is_read() -> None:
         pytest.raises(RuntimeError, match=r"unpickling an answer raised StopIteration\(\)"),
     ):
         asyncio.run(ask())
+
+
+@pytest.mark.usefixtures("no_leak", "no_thread_left")
+def test_an_answer_for_which_there_is_no_memory_fails_its_call_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def with_room(size_bytes: int) -> bytearray:
+        if size_bytes >= ROWS.nbytes:
+            raise MemoryError("no room")
+        return bytearray(size_bytes)
+
+    monkeypatch.setattr(channel, "bytearray", with_room, raising=False)
+    with ensemble_of(by(members.times, 2.0), batch_size=len(ROWS), segment_size=len(ROWS)) as made:
+        with pytest.raises(MemoryError, match="no room"):
+            made.predict(ROWS)
+        assert np.array_equal(made.predict(ROWS[:2]), ROWS[:2] * 2)
+        assert made.stats().restarts == 0
 
 
 @pytest.mark.usefixtures("no_leak")

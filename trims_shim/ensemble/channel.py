@@ -14,6 +14,9 @@ from typing import Any
 
 __all__ = ["Channel"]
 
+_SKIPPED_BYTES = 1 << 16
+"""At once, of contents for which there is no memory."""
+
 
 class Channel:
     """Any one thread may send at a time.
@@ -46,18 +49,34 @@ class Channel:
             self._socket.sendall(content)
 
     def receive_contents(self, sizes_bytes: Iterable[int]) -> list[bytearray]:
-        """Return as many bytes as were sent, without a copy. Raises OSError and EOFError."""
-        return [self._received(size_bytes) for size_bytes in sizes_bytes]
+        """Return as many bytes as were sent, without a copy. Raises OSError and EOFError.
 
-    def _received(self, size_bytes: int) -> bytearray:
-        content = bytearray(size_bytes)
+        Raises MemoryError if there is no room for them; all have been received then.
+        """
+        sizes = list(sizes_bytes)
+        try:
+            contents = [bytearray(size_bytes) for size_bytes in sizes]
+        except MemoryError:
+            self._skip(sum(sizes))
+            raise
+        for content in contents:
+            self._fill(content)
+        return contents
+
+    def _fill(self, content: bytearray) -> None:
         left = memoryview(content)
         while left:
             count = self._socket.recv_into(left)
             if not count:
                 raise EOFError
             left = left[count:]
-        return content
+
+    def _skip(self, size_bytes: int) -> None:
+        while size_bytes:
+            count = len(self._socket.recv(min(size_bytes, _SKIPPED_BYTES)))
+            if not count:
+                raise EOFError
+            size_bytes -= count
 
     def close(self) -> None:
         """Close this end."""

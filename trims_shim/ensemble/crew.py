@@ -50,7 +50,8 @@ class Event:
     place: int
     message: object
     """None if it has died."""
-    parts: Sequence[bytearray] = ()
+    parts: Sequence[bytearray] | MemoryError = ()
+    """Of an answer; the error if there was no memory for them."""
 
 
 class Crew:
@@ -101,11 +102,16 @@ class Crew:
     def _heard(self, number: int) -> Event:
         process = self.places[number].process
         assert process is not None
+        message: object = None
         try:
             message = process.channel.connection.recv()
             if isinstance(message, messages.Answer):
                 parts = process.channel.receive_contents(message.sizes_bytes)
                 return Event(number, message, parts)
+        except MemoryError as error:
+            if not isinstance(message, messages.Answer):
+                raise
+            return Event(number, message, error.with_traceback(None))  # its frames have some
         except (EOFError, OSError):
             return Event(number, None)
         return Event(number, message)

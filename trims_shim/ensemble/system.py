@@ -399,7 +399,7 @@ class System:
                 self._memory[number] = message
             self._changed.notify_all()
 
-    def _answered(self, number: int, job: Job, parts: Sequence[bytearray]) -> None:
+    def _answered(self, number: int, job: Job, parts: Sequence[bytearray] | MemoryError) -> None:
         with self._lock:
             self._dispatch.done(number, job)
             self._send_jobs()
@@ -407,6 +407,8 @@ class System:
         if segment is None:
             return
         try:
+            if isinstance(parts, MemoryError):
+                raise parts
             result = loaded(parts)
         except BaseException as error:  # of a class that only the worker has
             with self._lock:
