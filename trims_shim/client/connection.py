@@ -293,12 +293,18 @@ class Connection:
         # On a socket of its own nothing is waiting to be sent: this never blocks.
         control.send(codec.encode_envelope(envelope), zmq.NOBLOCK)
         poller = zmq.Poller()
-        poller.register(control, zmq.POLLIN)
+        # Its descriptor, which only says that something may have come. In a child that a signal
+        # handler forks meanwhile, pyzmq would wait for the socket itself for ever (EINTR).
+        poller.register(control.fileno(), zmq.POLLIN)
         poller.register(self._handover.fileno(), zmq.POLLIN)
         while True:
             left = conversation.check_stall(time.monotonic())
-            ready = dict(poller.poll(int(left * 1000) + 1))
-            if control in ready:
+            has_answer = int(control.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+            ready = {} if has_answer else dict(poller.poll(int(left * 1000) + 1))
+            self._check_process()
+            if control.fileno() in ready:
+                continue
+            if has_answer:
                 answer = codec.decode_envelope(control.recv(zmq.NOBLOCK))
                 reply = conversation.receive(answer, time.monotonic())
                 if reply is not None:
