@@ -16,16 +16,22 @@ from harness import open_descriptors
 from trims_shim.client.arenas import Arena, Image
 from trims_shim.memory import pages
 from trims_shim.memory.mapping import HUGE_PAGE_BYTES, PAGE_BYTES
-from trims_shim.memory.pages import PageScanner
+from trims_shim.memory.pages import PageScanner, are_equal
 
 SIZE_BYTES = 2 * HUGE_PAGE_BYTES
 _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 430, 431, 432
 _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 1, 6
+_PR_SET_DUMPABLE = 4
 
 
 def is_pristine(address: int, size_bytes: int) -> bool:
     with PageScanner() as scanner:
         return scanner.is_pristine(address, size_bytes)
+
+
+def is_blind() -> bool:
+    with PageScanner() as scanner:
+        return scanner.is_blind
 
 
 def _memfd() -> int:
@@ -182,6 +188,21 @@ def test_a_closed_scanner_says_no(arena: Arena) -> None:
 def test_no_pagemap_means_no(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "_PAGEMAP", "/proc/self/there-is-no-such-file")
     assert not is_pristine(arena.address, SIZE_BYTES)
+    assert is_blind()
+
+
+def test_a_process_that_changed_its_user_is_blind(arena: Arena) -> None:
+    """The kernel gives the files of its /proc to root, as it does for one that asks for it."""
+
+    def check() -> bool:
+        if os.geteuid() == 0:
+            os.setuid(65534)
+        else:
+            ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
+        return is_blind() and not is_pristine(arena.address, SIZE_BYTES)
+
+    assert passes_in_child(check)
+    assert not is_blind()
 
 
 def test_a_pagemap_that_shows_nothing_is_not_believed(
@@ -189,6 +210,26 @@ def test_a_pagemap_that_shows_nothing_is_not_believed(
 ) -> None:
     monkeypatch.setattr(pages, "_PAGEMAP", "/dev/zero")  # no ioctl, and every entry is zero
     assert not is_pristine(arena.address, SIZE_BYTES)
+    assert is_blind()
+
+
+def test_a_pagemap_that_is_taken_away_leaves_the_scanner_blind(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with PageScanner() as scanner:
+        _by_entries(scanner)
+        assert not scanner.is_blind
+        monkeypatch.setattr(pages, "_PAGEMAP", "/proc/self/there-is-no-such-file")
+        assert not scanner.is_pristine(arena.address, SIZE_BYTES)
+        assert scanner.is_blind
+
+
+def test_equal_bytes(arena: Arena) -> None:
+    other = arena.image.map()
+    assert are_equal(arena.address, other.address, SIZE_BYTES)
+    other.buffer[SIZE_BYTES - 1] = b"b"
+    assert not are_equal(arena.address, other.address, SIZE_BYTES)
+    assert are_equal(arena.address, other.address, SIZE_BYTES - 1)
 
 
 def test_without_the_ioctl_the_entries_are_read(

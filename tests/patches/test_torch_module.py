@@ -33,7 +33,7 @@ from torch import nn
 from trims_shim import diagnostics, patches
 from trims_shim.client.arenas import Image, find
 from trims_shim.errors import MemoryFailure
-from trims_shim.memory import reclaim
+from trims_shim.memory import pages, reclaim
 from trims_shim.patches import points, torch_copies, torch_elision, torch_module, torch_repoint
 from trims_shim.patches.torch_storage import storage_of
 
@@ -58,6 +58,14 @@ def _patched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     assert nn.Module.load_state_dict is torchs_own
     errors = [key for key in diagnostics.stats().events if key.startswith("elision_error")]
     assert errors == []
+
+
+@pytest.fixture(params=[True, False], ids=["told", "blind"])
+def is_told(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> bool:
+    """Whether the kernel tells which pages were written."""
+    if not request.param:
+        monkeypatch.setattr(pages, "_PAGEMAP", "/proc/self/there-is-no-such-file")
+    return bool(request.param)
 
 
 def elided() -> int:
@@ -144,6 +152,7 @@ def weight(value: torch.Tensor | None = None) -> nn.Module:
 # --- it elides -----------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("is_told")
 def test_large_entries_are_elided_and_all_are_right(prepare: Callable[..., None]) -> None:
     expected = Net().state_dict()
     net, state = Net(), cached(expected)
@@ -205,6 +214,7 @@ def test_version_counters_go_up_as_with_a_copy(prepare: Callable[..., None]) -> 
     assert [value._version for value in state.values()] == source_versions
 
 
+@pytest.mark.usefixtures("is_told")
 def test_both_sides_stay_independent(prepare: Callable[..., None]) -> None:
     expected = weight().state_dict()
     state, one, two = cached(expected), weight(), weight()
@@ -265,6 +275,7 @@ def test_torchs_own_storages_stay_where_they_are() -> None:
     assert storage.data_ptr() == address
 
 
+@pytest.mark.usefixtures("is_told")
 def test_a_second_load_of_the_same_finds_it_there(prepare: Callable[..., None]) -> None:
     expected = weight().state_dict()
     module, state = weight(), cached(expected)
@@ -277,7 +288,7 @@ def test_a_second_load_of_the_same_finds_it_there(prepare: Callable[..., None]) 
     assert elided() == 2
 
 
-def test_what_was_written_since_is_copied_to(prepare: Callable[..., None]) -> None:
+def test_what_was_written_since_is_copied_to(prepare: Callable[..., None], is_told: bool) -> None:
     """A program that resets and trains a module again and again writes it again."""
     module, state = weight(), cached({"weight": torch.randn(ROWS, COLUMNS)})
     prepare(module)
@@ -288,10 +299,11 @@ def test_what_was_written_since_is_copied_to(prepare: Callable[..., None]) -> No
             module.weight[0, count] = 7
         module.load_state_dict(state)
         assert_equal(module, state)
-        assert module.weight.data_ptr() == address
-    assert elided() == 1
+        assert (module.weight.data_ptr() == address) is is_told
+    assert elided() == (1 if is_told else 4)
 
 
+@pytest.mark.usefixtures("is_told")
 def test_another_checkpoint_into_the_same_module(prepare: Callable[..., None]) -> None:
     first, second = weight().state_dict(), weight().state_dict()
     module, images = weight(), []
@@ -420,6 +432,7 @@ def _prepared(prepare: Callable[..., None], loaded_before: bool) -> nn.Module:
     return module
 
 
+@pytest.mark.usefixtures("is_told")
 @pytest.mark.parametrize("loaded_before", [False, True], ids=["fresh", "elided-before"])
 @pytest.mark.parametrize("observe", OBSERVERS, ids=lambda observe: observe.__name__[1:])
 def test_an_observer_of_the_old_memory_sees_the_new_values(
@@ -578,6 +591,7 @@ DESTINATIONS = [
 ]
 
 
+@pytest.mark.usefixtures("is_told")
 @pytest.mark.parametrize("make", DESTINATIONS, ids=lambda make: make.__name__[1:])
 def test_a_destination_that_is_not_ordinary_is_copied_to(
     make: Callable[[], nn.Module], prepare: Callable[..., None]
@@ -738,6 +752,7 @@ SOURCES = [
 ]
 
 
+@pytest.mark.usefixtures("is_told")
 @pytest.mark.parametrize("change", SOURCES, ids=lambda change: change.__name__[1:])
 def test_a_source_that_is_not_the_images_bytes_is_copied(
     change: Callable[..., None], prepare: Callable[..., None]
@@ -841,6 +856,7 @@ def test_bytes_off_the_alignment_of_torchs_allocator_are_copied(
     assert elided() == (shift % torch_elision.ALIGNMENT_BYTES == 0)
 
 
+@pytest.mark.usefixtures("is_told")
 def test_bytes_off_the_alignment_come_from_an_image_where_they_are_on_it(
     prepare: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -936,6 +952,7 @@ def test_small_images_are_not_asked_for(
     assert elided() == 0
 
 
+@pytest.mark.usefixtures("is_told")
 def test_a_range_is_given_to_one_parameter_only(prepare: Callable[..., None]) -> None:
     state = cached({"a": torch.randn(ROWS, COLUMNS)})
     state["b"] = state["a"]
@@ -1392,6 +1409,7 @@ def test_recurrent_modules(prepare: Callable[..., None]) -> None:
     assert torch.equal(module(x)[0], reference(x)[0])
 
 
+@pytest.mark.usefixtures("is_told")
 def test_tied_parameters(prepare: Callable[..., None]) -> None:
     tied = nn.ModuleDict({"a": weight(), "b": weight()})
     tied["b"].weight = tied["a"].weight
@@ -1419,6 +1437,7 @@ def test_a_module_that_occurs_twice(prepare: Callable[..., None]) -> None:
     assert torch.equal(shared.weight, expected["b.weight"])
 
 
+@pytest.mark.usefixtures("is_told")
 def test_two_parameters_on_one_storage(prepare: Callable[..., None]) -> None:
     memory = torch.zeros(ROWS, COLUMNS)
     module = nn.Module()
@@ -1557,20 +1576,6 @@ def test_a_failure_of_ours_becomes_a_copy(
     assert forget_errors() == ["elision_error:MemoryFailure"]
     state["first.weight"].fill_(1)
     assert_equal(net, expected)
-
-
-def test_a_page_scan_that_cannot_be_made_means_copies(
-    monkeypatch: pytest.MonkeyPatch, prepare: Callable[..., None]
-) -> None:
-    from trims_shim.memory import pages
-
-    monkeypatch.setattr(pages, "_PAGEMAP", "/proc/self/there-is-no-such-file")
-    expected = weight().state_dict()
-    module = weight()
-    prepare(module)
-    module.load_state_dict(cached(expected))
-    assert_equal(module, expected)
-    assert elided() == 0
 
 
 def test_a_torch_without_the_private_parts_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

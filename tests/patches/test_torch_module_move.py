@@ -23,6 +23,7 @@ from torch import nn
 from trims_shim import diagnostics
 from trims_shim.client import arenas
 from trims_shim.errors import NoSpace
+from trims_shim.memory import pages
 from trims_shim.patches import (
     torch_device,
     torch_module_move,
@@ -173,7 +174,16 @@ def test_channels_last_is_torchs(devices: Devices, loaded: Callable[..., Any]) -
     assert not any(are_shared(ours).values())
 
 
-def test_what_was_written_is_copied(devices: Devices, loaded: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("is_told", [True, False], ids=["told", "blind"])
+def test_what_was_written_is_copied(
+    devices: Devices,
+    loaded: Callable[..., Any],
+    is_told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the kernel does not tell what that is."""
+    if not is_told:
+        monkeypatch.setattr(pages, "_PAGEMAP", "/proc/self/there-is-no-such-file")
     ours, theirs = loaded()
     for module in (ours, theirs):
         with torch.no_grad():

@@ -7,7 +7,11 @@ here are readable without privilege; page frame numbers are not and are not need
 Pristine: no page of the range has been written through this mapping, so every page, mapped or
 not, swapped or not, reads as the file. A page copied on write is anonymous: present without the
 "file" bit, or swapped. The answer is for whole pages, so a write beside a range that does not end
-on a page border makes it "no". If the kernel cannot be asked, the answer is "no" and callers copy.
+on a page border makes it "no".
+
+The kernel cannot be asked where there is no /proc, in some sandboxes, and by a process that has
+changed its user (a server that root started): its own pagemap is root's. Every answer is "no" then,
+the scanner is blind, and callers compare the bytes with the file's, or copy.
 
 Invariant: the descriptor describes the address space of the process that opened it, also after a
 fork. So a scanner lives for one piece of work, not for the life of the process.
@@ -23,7 +27,7 @@ import struct
 
 from trims_shim.memory.mapping import PAGE_BYTES, round_up
 
-__all__ = ["PageScanner"]
+__all__ = ["PageScanner", "are_equal"]
 
 _PAGEMAP = "/proc/self/pagemap"
 
@@ -42,6 +46,10 @@ _ENTRY_PRESENT = 1 << 63
 _ENTRIES_PER_READ = 1 << 15
 
 
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+
 class _PageRegion(ctypes.Structure):
     """struct page_region: the ioctl puts the first matching page here."""
 
@@ -55,9 +63,11 @@ class _PageRegion(ctypes.Structure):
 class PageScanner:
     """Answers :meth:`is_pristine` for the process that made it. A context manager; not for sharing
     between threads. In a forked child every answer is "no".
+
+    ``is_blind``: the kernel was asked, and does not tell.
     """
 
-    __slots__ = ("_argument", "_descriptor", "_has_ioctl", "_pid", "_region")
+    __slots__ = ("_argument", "_descriptor", "_has_ioctl", "_pid", "_region", "is_blind")
 
     def __init__(self) -> None:
         self._descriptor = -1
@@ -65,12 +75,15 @@ class PageScanner:
         self._region = _PageRegion()
         self._argument = bytearray(_SCAN_ARGUMENT.size)
         self._has_ioctl = True
+        self.is_blind = False
         try:
             self._descriptor = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # no /proc, hidden, or a sandbox: every answer is "no"
+        except OSError:  # no /proc, hidden, a sandbox, or another user's
+            self.is_blind = True
             return
         # A sandbox's pagemap may show nothing at all. This object was written, so it must say "no".
         if self.is_pristine(ctypes.addressof(self._region), 1):
+            self.is_blind = True
             self.close()
 
     def __del__(self) -> None:
@@ -108,6 +121,7 @@ class PageScanner:
         try:
             return _read_entries(start, end)
         except OSError:
+            self.is_blind = True
             return False
 
     def _scan(self, start: int, end: int) -> bool:
@@ -131,6 +145,12 @@ class PageScanner:
         found: int = fcntl.ioctl(self._descriptor, _SCAN_REQUEST, self._argument, True)
         walked_to = _SCAN_ARGUMENT.unpack(self._argument)[_WALK_END_FIELD]
         return found == 0 and walked_to == end
+
+
+def are_equal(address: int, other: int, size_bytes: int) -> bool:
+    """Whether two ranges of memory hold the same bytes. Other Python threads run meanwhile."""
+    different: int = _libc.memcmp(address, other, size_bytes)
+    return not different
 
 
 def _read_entries(start: int, end: int) -> bool:

@@ -20,7 +20,9 @@ A copy is elided only where the result cannot be told from a copy's:
 - the destination: a parameter or buffer of the module tree that is all of its storage and that
   nothing else can reach (:func:`is_exclusive`), in memory of torch's allocator or of an earlier
   elision and not written since;
-- the source: at least 64 KiB inside a live arena, and pristine.
+- the source: at least 64 KiB inside a live arena, and pristine. Where the kernel does not tell, its
+  bytes are compared with those that the destination would get: that reads what a copy would read,
+  but writes nothing, and leaves one copy in memory.
 
 :mod:`.torch_device_elision` is asked first; it elides copies within a device and onto one.
 
@@ -48,7 +50,7 @@ from torch.overrides import TorchFunctionMode
 from trims_shim import diagnostics
 from trims_shim.client import arenas
 from trims_shim.memory.mapping import are_addresses_limited
-from trims_shim.memory.pages import PageScanner
+from trims_shim.memory.pages import PageScanner, are_equal
 from trims_shim.memory.reclaim import RetiredBlock, is_much, retire
 from trims_shim.patches import torch_device, torch_repoint, torch_unshare
 from trims_shim.patches.asking import aligned_image
@@ -188,10 +190,10 @@ class _Call:
         if size < MIN_SIZE_BYTES or not is_byte_copy(dst, src):
             return False
         found = arenas.find(src.data_ptr(), size)
-        if found is None or not self._is_pristine(src, size):
+        if found is None or not (self._is_pristine(src, size) or self._is_blind()):
             return False
         image, offset = found
-        if self._is_there_already(dst, image, offset, size):
+        if self._is_there_already(dst, src, image, offset):
             return self._shows(dst, size)
         lead_bytes = -offset % ALIGNMENT_BYTES
         if lead_bytes:
@@ -199,7 +201,7 @@ class _Call:
             if aligned is None:
                 return False
             image, offset = aligned, offset + lead_bytes
-            if self._is_there_already(dst, image, offset, size):
+            if self._is_there_already(dst, src, image, offset):
                 return self._shows(dst, size)
         if not self._is_replaceable(dst, size):
             return False
@@ -211,6 +213,8 @@ class _Call:
         if not target.take(offset, offset + size):
             return False
         fresh = target.storage[offset : offset + size]
+        if self._is_blind() and not are_equal(src.data_ptr(), fresh.data_ptr(), size):
+            return False
         # Other threads ran during the system calls since, and may look at the memory by now.
         if not self._is_exclusive(dst, size):
             return False
@@ -238,11 +242,15 @@ class _Call:
         self._elided_bytes += size
 
     def _is_there_already(
-        self, dst: torch.Tensor, image: arenas.Image, offset: int, size: int
+        self, dst: torch.Tensor, src: torch.Tensor, image: arenas.Image, offset: int
     ) -> bool:
         """Whether ``dst`` already shows these bytes of the image: tied entries, a second load."""
-        is_there = arenas.find(dst.data_ptr(), size) == (image, offset)
-        return is_there and self._is_pristine(dst, size)
+        size = src.nbytes
+        if arenas.find(dst.data_ptr(), size) != (image, offset):
+            return False
+        if self._is_blind():
+            return are_equal(dst.data_ptr(), src.data_ptr(), size)
+        return self._is_pristine(dst, size)
 
     def _is_replaceable(self, dst: torch.Tensor, size: int) -> bool:
         """Whether moving ``dst`` off its memory is unnoticeable, and worth it.
@@ -256,13 +264,18 @@ class _Call:
             return False
         if dst.untyped_storage().resizable():
             return True
-        return _is_ours(dst.data_ptr(), size) and self._is_pristine(dst, size)
+        if not _is_ours(dst.data_ptr(), size):
+            return False
+        return self._is_blind() or self._is_pristine(dst, size)
 
     def _is_exclusive(self, dst: torch.Tensor, size: int) -> bool:
         return is_exclusive(dst, size, aliases=self._aliases[id(dst)])
 
     def _is_pristine(self, tensor: torch.Tensor, size: int) -> bool:
         return self._scanner is not None and self._scanner.is_pristine(tensor.data_ptr(), size)
+
+    def _is_blind(self) -> bool:
+        return self._scanner is not None and self._scanner.is_blind
 
     def _swap(self, dst: torch.Tensor, fresh: torch.UntypedStorage, size: int) -> None:
         old = torch_repoint.replace(dst, fresh)

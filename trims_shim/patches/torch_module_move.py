@@ -10,7 +10,8 @@ Ours gives ``_apply`` a function in place of ``fn``. For parameters that could b
 - is for a plain leaf parameter, contiguous, of at least 64 KiB, in no optimizer and without
   gradient, not written by its module or one around it
   (:func:`torch_unshare.writes_own_parameters`);
-- has an unwritten source: pristine pages of one host arena.
+- has an unwritten source: pristine pages of one host arena, or equal bytes where the kernel
+  does not tell.
 
 Torch copies buffers, so they are private. Dtype conversions go torch's way.
 
@@ -36,8 +37,8 @@ from torch.overrides import TorchFunctionMode
 
 from trims_shim import diagnostics, patches
 from trims_shim.client import arenas
-from trims_shim.client.arenas import Image
-from trims_shim.memory.pages import PageScanner
+from trims_shim.client.arenas import Arena, Image
+from trims_shim.memory.pages import PageScanner, are_equal
 from trims_shim.patches import torch_device, torch_unshare
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_copies import is_transformed
@@ -65,6 +66,7 @@ class Sources:
 
     def __init__(self) -> None:
         self._scanner: PageScanner | None = None
+        self._fresh: dict[Image, Arena] = {}
         self._arenas: dict[tuple[Image, str], DeviceArena | None] = {}
         self._places: dict[torch.device, Place | None] = {}
 
@@ -75,9 +77,10 @@ class Sources:
         self.close()
 
     def close(self) -> None:
-        """Drop the scanner and the device arenas."""
+        """Drop the scanner and the arenas."""
         if self._scanner is not None:
             self._scanner.close()
+        self._fresh.clear()
         self._arenas.clear()
 
     def place_of(self, device: torch.device) -> Place | None:
@@ -92,12 +95,10 @@ class Sources:
         found = arenas.find(address, size_bytes)
         if found is None:
             return None
-        if self._scanner is None:
-            self._scanner = PageScanner()
-        if not self._scanner.is_pristine(address, size_bytes):
+        image, offset_bytes = found
+        if not self._is_unwritten(image, offset_bytes, address, size_bytes):
             torch_device.skip("written", what="a tensor that is moved")
             return None
-        image, offset_bytes = found
         arena = self._arena(image, address - offset_bytes, place)
         if arena is None:
             return None
@@ -105,6 +106,17 @@ class Sources:
             offset_bytes -= image.original.lead_bytes
         offset = torch_device.record_of(arena, offset_bytes, size_bytes)
         return None if offset is None else (arena, offset)
+
+    def _is_unwritten(self, image: Image, offset_bytes: int, address: int, size_bytes: int) -> bool:
+        if self._scanner is None:
+            self._scanner = PageScanner()
+        if self._scanner.is_pristine(address, size_bytes):
+            return True
+        if not (self._scanner.is_blind and image.is_open):
+            return False
+        if image not in self._fresh:
+            self._fresh[image] = image.map()
+        return are_equal(address, self._fresh[image].address + offset_bytes, size_bytes)
 
     def _arena(self, image: Image, address: int, place: Place) -> DeviceArena | None:
         key = (image, place.id)
