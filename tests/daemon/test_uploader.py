@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import functools
 import itertools
 import os
@@ -103,6 +104,21 @@ class TestPlan:
     def test_a_file_that_became_shorter(self, source: int) -> None:
         with pytest.raises(FileChanged, match="shorter"):
             self.plan(source, len(CONTENT) + 1)
+
+    def test_a_file_whose_end_cannot_be_read(
+        self, source: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It is waited for, and fails, before it is mapped: of a page there would be SIGBUS."""
+        pread = os.pread
+
+        def broken(descriptor: int, count: int, offset: int) -> bytes:
+            if offset + count == len(CONTENT):
+                raise OSError(errno.EIO, "Input/output error")
+            return pread(descriptor, count, offset)
+
+        monkeypatch.setattr(os, "pread", broken)
+        with pytest.raises(ReadFailed, match=r"^model: .*Input/output error"):
+            self.plan(source, len(CONTENT))
 
     def test_what_cannot_be_mapped(self) -> None:
         descriptor = os.open("/proc/self/stat", os.O_RDONLY)
@@ -453,6 +469,33 @@ def test_one_that_hangs_is_killed(make: Callable[..., Harness], source: int) -> 
         with pytest.raises(DriverFailure, match="said nothing"):
             harness.upload(source)
     wait_until(lambda: process_state(pid) == "", "it is gone and reaped")
+
+
+def test_one_that_hangs_as_it_is_closed_is_killed(
+    make: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the daemon would end before it, and leave it with its context."""
+    monkeypatch.setattr(uploading, "_END_PATIENCE_S", 0.2)
+    harness = make()
+    harness.uploader.start()
+    pid = harness.pid
+    os.kill(pid, signal.SIGSTOP)
+    harness.uploader.close()
+    wait_until(lambda: process_state(pid) == "", "it is gone and reaped")
+
+
+def test_an_interrupt_is_not_for_uploaders(make: Callable[..., Harness], source: int) -> None:
+    """Who stops a daemon with SIGINT may send it to all its processes; loads are finished."""
+    harness = make()
+    with harness.uploader.job() as job:
+        plan = {"size_bytes": len(CONTENT), "limit_bytes": 1 << 30, "is_hashed": True, "name": "m"}
+        job.plan(source, **plan)  # type: ignore[arg-type]
+        pid = harness.pid
+        os.kill(pid, signal.SIGINT)
+    memory, outline, _ = harness.upload(source)
+    assert harness.pid == pid
+    os.close(outline)
+    memory.close()
 
 
 def test_a_job_that_hangs_is_to_blame_and_no_other(
@@ -887,6 +930,8 @@ class TestLegacy:
         harness.uploader.retire_if_idle()
         pid = harness.pid
         assert harness.uploader.keeps(number)
+        with harness.uploader.job() as job:  # It has then heard all that was said of the first.
+            job.plan(source, size_bytes=len(CONTENT), limit_bytes=1 << 30, is_hashed=True, name="m")
         assert self._linear(harness) == 6 * MIB
         harness.uploader.free(number)
         harness.uploader.free(number)
@@ -997,6 +1042,25 @@ class TestLegacy:
             jobs = process_module._Jobs(theirs, "GPU-1", "ipc")
             with jobs._placed(7, layout_of(CONTENT), (), ()) as address:
                 assert (address, cleared) == (4096, [(4096, 30)])
+
+    def test_it_is_clear_before_it_is_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What fills it runs in other streams, which would not wait for this one."""
+        done: list[str] = []
+        driver = SimpleNamespace(
+            index_of=lambda device: 0,
+            context=lambda index: contextlib.nullcontext(),
+            new_stream=lambda: 9,
+            clear=lambda address, size_bytes, stream: done.append(
+                f"clear {size_bytes} in {stream}"
+            ),
+            synchronize_stream=lambda stream: done.append(f"wait for {stream}"),
+            destroy_stream=lambda stream: done.append(f"destroy {stream}"),
+        )
+        monkeypatch.setattr(process_module, "driver", lambda: driver)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            process_module._Jobs(theirs, "GPU-1", "ipc")._clear(4096, 30)
+        assert done == ["clear 30 in 9", "wait for 9", "destroy 9"]
 
     def test_its_death_is_told(self, make: Callable[..., Harness], source: int) -> None:
         harness = make(backend="ipc")
