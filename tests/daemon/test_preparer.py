@@ -6,10 +6,12 @@ import contextlib
 import os
 import socket
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from trims_shim.daemon.preparer import main as preparer
 from trims_shim.daemon.preparer.fingerprints import fingerprint
 from trims_shim.daemon.preparer.installation import Installation
 from trims_shim.daemon.preparer.optimising import Sessions
-from trims_shim.errors import MessageTooLarge, WireError
+from trims_shim.errors import FileChanged, MessageTooLarge, WireError
 from trims_shim.formats.onnx import read_model
 from trims_shim.wire import duties, frames, messages
 from trims_shim.wire.duties import PrepareReply, SourceHashed
@@ -253,6 +255,33 @@ class TestRefusals:
             assert prepare(model, directory, providers=providers).reason == "provider"
         assert os.listdir(directory) == []
 
+    def test_what_has_taken_the_place_of_a_model(self, tmp_path: Path, directory: Path) -> None:
+        """What is wrong with it says nothing, for good, of the content that was hashed."""
+        path = tmp_path / "model.onnx"
+        save_external(perceptron(), "weights.bin")(path)
+        daemon = Daemon()
+
+        def replace(hashed: SourceHashed) -> bool:
+            (tmp_path / "weights.bin").write_bytes(b"")
+            return daemon(hashed)
+
+        with opened(path) as source:
+            reply = preparer.prepare(request(path, directory, source=source), replace)
+        assert reply is not None
+        assert (reply.reason, reply.is_lasting) == (FileChanged.reason, False)
+
+    def test_a_disk_without_room_for_what_is_made_of_a_model(
+        self, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It is not filled first: others write to it."""
+        needed_bytes = 3 * model.stat().st_size
+        status = SimpleNamespace(f_bavail=needed_bytes - 1, f_frsize=1)
+        monkeypatch.setattr(os, "statvfs", lambda path: status)
+        reply = prepare(model, directory)
+        assert (reply.reason, reply.is_lasting) == ("disk_full", False)
+        status.f_bavail = needed_bytes
+        assert prepare(model, directory).reason == ""
+
     def test_a_directory_that_is_gone(self, model: Path, tmp_path: Path) -> None:
         reply = prepare(model, tmp_path / "nowhere")
         assert (reply.reason, reply.is_lasting) == ("preparer_failed", False)
@@ -324,3 +353,27 @@ class TestServing:
             ours.settimeout(0)
             with pytest.raises(BlockingIOError):
                 ours.recv(1)
+
+    def test_it_ends_at_once_where_the_content_is_not_wanted(
+        self, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "_exit", sys.exit)
+        ours, theirs = socket.socketpair()
+        with ours, theirs, opened(model) as source:
+            frames.send(ours, request(model, directory, source=source))
+            ours.shutdown(socket.SHUT_WR)
+            with pytest.raises(SystemExit):
+                preparer._serve(theirs)
+        assert os.listdir(directory) == []
+
+    def test_it_ends_with_a_daemon_that_had_not_read_all(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ends: list[int] = []
+        monkeypatch.setattr(os, "_exit", ends.append)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            theirs.send(b"unread")
+            ours.close()
+            preparer._end_with(theirs)
+        assert ends == [0]
