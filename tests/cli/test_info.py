@@ -7,12 +7,15 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from trims_shim import config, inspection, patches
 from trims_shim.cli import info
 from trims_shim.cli.exits import Exit
+from trims_shim.client.cache import Cache
+from trims_shim.errors import AccessDenied, DaemonUnavailable, TrimsError
 from trims_shim.inspection import (
     DaemonStatus,
     Description,
@@ -21,6 +24,7 @@ from trims_shim.inspection import (
     MemoryKind,
     WrapperChain,
 )
+from trims_shim.wire.messages import PROTOCOL_VERSION, Welcome
 
 from .conftest import Trims
 
@@ -137,6 +141,56 @@ OWN = DaemonStatus(True, 7, "1.0", 2, True, True, False, "")
 def test_what_it_says_of_a_daemon(daemon: DaemonStatus, in_short: str, whole: str) -> None:
     assert info._daemon_in_short(daemon).endswith(in_short)
     assert whole in info._running(daemon)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "is_own", "autostart", "can_start"),
+    [
+        (PROTOCOL_VERSION - 1, True, "1", True),
+        (PROTOCOL_VERSION - 1, True, "0", False),
+        (PROTOCOL_VERSION - 1, False, "1", False),
+        (PROTOCOL_VERSION + 1, True, "1", False),
+    ],
+)
+def test_only_an_older_daemon_of_ones_own_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, protocol: int, is_own: bool, autostart: str, can_start: bool
+) -> None:
+    welcome = Welcome(protocol, "1.0", 7, "instance", b"token")
+    monkeypatch.setattr(inspection, "_welcome", lambda of: (welcome, "other protocol"))
+    monkeypatch.setattr(inspection, "_is_own", lambda of: is_own)
+    found = inspection._daemon(Cache(config.load({}, autostart=autostart)))
+    assert (found.is_running, found.is_own, found.can_start) == (True, is_own, can_start)
+
+
+@pytest.mark.parametrize(
+    ("error", "can_start"),
+    [(DaemonUnavailable("none"), True), (AccessDenied("another user's"), False)],
+)
+def test_a_load_starts_one_only_where_none_is_there(
+    monkeypatch: pytest.MonkeyPatch, error: TrimsError, can_start: bool
+) -> None:
+    def fail(of: Cache) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(inspection, "_welcome", fail)
+    for autostart, expected in (("1", can_start), ("0", False)):
+        found = inspection._daemon(Cache(config.load({}, autostart=autostart)))
+        assert (found.is_running, found.can_start) == (False, expected)
+        assert found.problem == str(error)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"enabled": "0"}, "TRIMS_ENABLED=0 (argument)"),
+        ({"patches": "safetensors"}, "TRIMS_PATCHES=safetensors (argument)"),
+        ({"elide_copies": "0"}, "TRIMS_ELIDE_COPIES=0 (argument)"),
+        ({}, "trims_shim.disable() was called"),
+    ],
+)
+def test_why_a_patch_file_is_off(settings: dict[str, str], reason: str) -> None:
+    found = config.load({}, **settings)
+    assert inspection._why_off(found, patches.ELIDING, ("torch",), ()) == reason
 
 
 def test_what_a_daemon_says_does_not_steer_the_terminal() -> None:
