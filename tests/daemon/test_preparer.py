@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import socket
 import stat
 import sys
@@ -23,10 +24,11 @@ from onnx_models import FLOAT, INT64, SAMPLES, Graph, images, perceptron, save, 
 from prepare_requests import Daemon, opened, prepare, request
 
 from trims_shim.daemon.preparer import main as preparer
+from trims_shim.daemon.preparer import verifying
 from trims_shim.daemon.preparer.fingerprints import fingerprint
 from trims_shim.daemon.preparer.installation import Installation
-from trims_shim.daemon.preparer.optimising import Sessions
-from trims_shim.errors import FileChanged, MessageTooLarge, WireError
+from trims_shim.daemon.preparer.optimising import Refusal, Sessions
+from trims_shim.errors import CorruptFile, FileChanged, MessageTooLarge, WireError
 from trims_shim.formats.onnx import read_model
 from trims_shim.wire import duties, frames, messages
 from trims_shim.wire.duties import PrepareReply, SourceHashed
@@ -270,6 +272,38 @@ class TestRefusals:
         assert reply is not None
         assert (reply.reason, reply.is_lasting) == (FileChanged.reason, False)
 
+    @pytest.mark.parametrize("is_refused", [False, True])
+    def test_what_is_replaced_while_it_is_verified(
+        self, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, is_refused: bool
+    ) -> None:
+        """What was found is not true of what is there."""
+
+        def verify(*found: object, **rest: object) -> str:
+            (directory / "weights.bin").unlink()
+            (directory / "weights.bin").write_bytes(b"other")
+            if is_refused:
+                raise Refusal("outputs_differ", "")
+            return "equal"
+
+        monkeypatch.setattr(verifying, "verify", verify)
+        monkeypatch.setattr(Sessions, "check_casts", lambda *_: None)
+        reply = prepare(model, directory)
+        assert (reply.reason, reply.is_lasting) == (CorruptFile.reason, False)
+
+    def test_a_model_that_is_written_to_while_it_is_prepared(
+        self, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Sessions may have read other bytes than those that were hashed."""
+
+        def verify(*found: object, **rest: object) -> str:
+            with open(model, "ab") as file:
+                file.write(b"more")
+            return "equal"
+
+        monkeypatch.setattr(verifying, "verify", verify)
+        reply = prepare(model, directory)
+        assert (reply.reason, reply.is_lasting) == (FileChanged.reason, False)
+
     def test_a_disk_without_room_for_what_is_made_of_a_model(
         self, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -313,11 +347,19 @@ class TestServing:
     def hear(connection: socket.socket) -> Any:
         return frames.receive(connection, deadline_s=time.monotonic() + 60)
 
-    def test_a_conversation(self, serve: Callable[[], socket.socket], model: Path) -> None:
+    def test_a_conversation(
+        self,
+        serve: Callable[[], socket.socket],
+        model: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        watched: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        monkeypatch.setattr(preparer, "_end_with", watched.put)
         connection = serve()
         assert self.hear(connection) == SourceHashed(blake3(model.read_bytes()).hexdigest())
         frames.send(connection, duties.ContentWanted())
         assert self.hear(connection) == PrepareReply(probe="equal")
+        watched.get(timeout=60)  # It would have ended with the daemon meanwhile.
 
     def test_so_many_files_that_there_is_no_message_for_them(
         self, serve: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
