@@ -274,14 +274,14 @@ class TestRequests:
         assert server.counters[f"client.{'é' * 50}"] == 1
 
     def test_the_cache_before_is_put_back(self) -> None:
-        before = caches._ours.get(caches._CACHE)
+        before = caches._ours.get(os.geteuid())
         with FakeDaemon() as outer:
             inside = caches.cache()
             with FakeDaemon():
                 assert caches.cache() is not inside
             assert caches.cache() is inside
             assert outer.images == []
-        assert caches._ours.get(caches._CACHE) is before
+        assert caches._ours.get(os.geteuid()) is before
 
 
 class TestPatchedLibraries:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -175,7 +176,7 @@ def test_without_a_daemon_status_3_and_none_is_started(
     from trims_shim.client import cache
 
     monkeypatch.setenv("TRIMS_SOCKET_DIR", str(trims.sockets))
-    monkeypatch.setitem(cache._ours, cache._CACHE, cache.Cache(config.load()))
+    monkeypatch.setitem(cache._ours, os.geteuid(), cache.Cache(config.load()))
     assert main(words) == Exit.NO_DAEMON
     assert "trims: no socket directory" in capsys.readouterr().err
     assert main([*words, "--json"]) == Exit.NO_DAEMON

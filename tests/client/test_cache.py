@@ -598,6 +598,17 @@ def test_exchange_gives_the_one_before_back() -> None:
     assert exchange(before) is mine
 
 
+def test_each_effective_user_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found: what had loaded as root went on to ask root's daemon as its own user, in vain."""
+    before = exchange(mine := Dialled(fail(AssertionError())).cache)
+    with monkeypatch.context() as other:
+        other.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        theirs = caches.cache()
+        assert theirs is caches.cache() is exchange(None)
+    assert theirs is not mine
+    assert exchange(before) is mine
+
+
 @pytest.mark.parametrize(
     "welcome",
     [

@@ -310,7 +310,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch, devices: Devices, **settings: str) 
     monkeypatch.setattr(
         Cache, "open", lambda self, descriptor, **options: devices.open(self, descriptor, **options)
     )
-    monkeypatch.setitem(caches._ours, caches._CACHE, Cache(load(None, **settings)))
+    monkeypatch.setitem(caches._ours, os.geteuid(), Cache(load(None, **settings)))
     diagnostics.reset_after_fork()
 
 

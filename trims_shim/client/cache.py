@@ -373,9 +373,9 @@ def _note(name: str, outcome: str) -> None:
 
 # --- the process-wide object ----------------------------------------------------------------------
 
-_CACHE = "cache"
-_ours: dict[str, Cache] = {}
-"""The cache of this process, once there is one. Of threads that make one at once, one succeeds."""
+_ours: dict[int, Cache] = {}
+"""The cache of this process, once there is one, by its effective user: each user has a daemon. Of
+threads that make one at once, one succeeds."""
 _forgotten: list[Cache] = []
 _has_hooks = False
 
@@ -389,11 +389,12 @@ def configure(config: Config) -> None:
 
 def exchange(other: Cache | None) -> Cache | None:
     """Make ``other`` this process's cache; return the old one, still open. For tests."""
-    before = _ours.get(_CACHE)
+    user = os.geteuid()
+    before = _ours.get(user)
     if other is not None:
-        _ours[_CACHE] = other
+        _ours[user] = other
     else:
-        _ours.pop(_CACHE, None)
+        _ours.pop(user, None)
     _install_hooks()
     return before
 
@@ -402,7 +403,7 @@ def cache() -> Cache:
     """Return the cache of this process."""
     found = _held()
     if found is None:
-        found = _ours.setdefault(_CACHE, Cache(configuration.current()))
+        found = _ours.setdefault(os.geteuid(), Cache(configuration.current()))
         _install_hooks()
     return found
 
@@ -413,7 +414,7 @@ def _held() -> Cache | None:
     A hook of the program's may load in the child before ours runs, and another thread may fork
     before ours is installed. The old object is kept so that its destructors do not run here.
     """
-    found = _ours.get(_CACHE)
+    found = _ours.get(os.geteuid())
     if found is not None and found.pid != os.getpid():
         found = _anew(found)
     return found
@@ -421,7 +422,7 @@ def _held() -> Cache | None:
 
 def _anew(other: Cache) -> Cache:
     _forgotten.append(other)
-    ours = _ours[_CACHE] = Cache(other.config, dial=other.dial)
+    ours = _ours[os.geteuid()] = Cache(other.config, dial=other.dial)
     return ours
 
 
