@@ -13,6 +13,7 @@
 
 #include "pipeline.hpp"
 #include "steps.hpp"
+#include "widen.hpp"
 
 namespace py = pybind11;
 
@@ -24,7 +25,7 @@ using trims::Status;
 
 // Raised when memory/copying_native.py has to change, so that an extension built from other sources
 // is not used.
-constexpr int kInterface = 1;
+constexpr int kInterface = 2;
 // How long a user's interrupt waits for a disk that does not answer.
 constexpr std::chrono::milliseconds kPatience{100};
 
@@ -136,6 +137,19 @@ std::unique_ptr<Transfer> download(int outline, int target, const std::vector<Re
   return std::make_unique<Transfer>(opened, std::move(step));
 }
 
+// Takes as many numbers as `target` has room for.
+void widen(const py::buffer& source, const py::buffer& target, bool is_bfloat16) {
+  const py::buffer_info from = source.request();
+  const py::buffer_info to = target.request(true);
+  const size_t count = static_cast<size_t>(to.size * to.itemsize) / sizeof(uint32_t);
+  if (static_cast<size_t>(from.size * from.itemsize) < count * sizeof(uint16_t))
+    throw py::value_error("source is shorter than target");
+  const auto* numbers = static_cast<const uint16_t*>(from.ptr);
+  auto* results = static_cast<uint32_t*>(to.ptr);
+  const py::gil_scoped_release release;
+  (is_bfloat16 ? trims::widen_bfloat16 : trims::widen_float16)(numbers, results, count);
+}
+
 void hold_buffers(size_t size) { trims::RingKeeper::ours().hold(size); }
 
 void release_buffers() { trims::RingKeeper::ours().release(); }
@@ -167,6 +181,7 @@ PYBIND11_MODULE(_native, module, py::mod_gil_not_used()) {
   module.def("download", &download, py::arg("outline"), py::arg("target"), py::arg("records"),
              py::arg("file_bytes"), py::arg("device_index"), py::arg("chunk_bytes"),
              py::arg("ring_chunks"));
+  module.def("widen", &widen, py::arg("source"), py::arg("target"), py::arg("is_bfloat16"));
   module.def("hold_buffers", &hold_buffers, py::arg("size"),
              py::call_guard<py::gil_scoped_release>());
   module.def("release_buffers", &release_buffers, py::call_guard<py::gil_scoped_release>());

@@ -60,6 +60,7 @@ from trims_shim import config, errors
 from trims_shim.client import cache as cache_module
 from trims_shim.client.cache import Cache, cache
 from trims_shim.client.connection import Connection
+from trims_shim.specs import Variant
 from trims_shim.wire import handover, messages, admin
 def say(value=None):
     sys.stdout.write(json.dumps(value) + "\\n"); sys.stdout.flush()

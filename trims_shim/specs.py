@@ -11,15 +11,18 @@ import os
 from typing import NamedTuple
 
 __all__ = [
+    "AS_IS",
     "HOST_TIER",
     "PREPARED_MODEL",
     "PREPARED_WEIGHTS",
+    "WIDENED",
     "DeviceId",
     "Digest",
     "Identity",
     "Record",
     "SegmentKind",
     "Span",
+    "Variant",
 ]
 
 Digest = str
@@ -82,6 +85,39 @@ class Record(NamedTuple):
     span: Span
     dtype: str
     shape: tuple[int, ...]
+
+
+WIDENED = ("float16", "bfloat16")
+"""What a :class:`Variant` may widen, by torch's names."""
+
+
+class Variant(NamedTuple):
+    """How an image differs from its file.
+
+    ``lead_bytes`` zeros come first, so that tensors unaligned in the file are aligned in the image.
+    Then the numbers of 16 bits that ``widened`` names ("" for none) are replaced by the same ones
+    of 32 bits, whatever the bytes really are; an odd last byte is left out.
+    """
+
+    lead_bytes: int
+    widened: str = ""
+
+    def size_bytes(self, file_bytes: int) -> int:
+        """The size of the image of a file."""
+        whole = self.lead_bytes + file_bytes
+        return whole // 2 * 4 if self.widened else whole
+
+    def offset_bytes(self, file_offset: int) -> int:
+        """Where the byte at an offset of the file is in the image."""
+        return (self.lead_bytes + file_offset) * (2 if self.widened else 1)
+
+    def __str__(self) -> str:
+        """What people are told: ``aligned`` or ``float32``."""
+        return "float32" if self.widened else "aligned"
+
+
+AS_IS = Variant(0)
+"""The file's own bytes."""
 
 
 class SegmentKind(enum.Enum):

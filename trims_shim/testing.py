@@ -63,7 +63,7 @@ from trims_shim.daemon.tiers import DeviceSettings, HostTier, Tier, Tiers
 from trims_shim.daemon.values import Announce, ImageRow
 from trims_shim.errors import DaemonUnavailable, RequestRefused, TrimsError, WireError
 from trims_shim.memory.host import open_memory
-from trims_shim.specs import HOST_TIER, SegmentKind
+from trims_shim.specs import HOST_TIER, SegmentKind, Variant
 from trims_shim.wire import admin, codec, duties, messages
 from trims_shim.wire.handover import Peer, clipped
 
@@ -524,7 +524,7 @@ class _Line:
         granted = [self.grants.pop((self._ticket, part)) for part in parts]
         return Granted(reply, granted[0], tuple(granted[1:]))
 
-    def open_aligned(self, descriptor: int, name: str, lead_bytes: int) -> Granted | None:
+    def open_variant(self, descriptor: int, name: str, variant: Variant) -> Granted | None:
         return None  # Copies stay private: a test's result must not depend on how often it ran.
 
     def open_prepared(

@@ -37,6 +37,7 @@ from trims_shim.errors import (
     UnsupportedFormat,
     WireError,
 )
+from trims_shim.specs import Variant
 from trims_shim.testing import FakeDaemon
 from trims_shim.wire import handover, messages
 
@@ -57,7 +58,7 @@ class StubLine:
         granted: Granted = self.answer(name)
         return granted
 
-    def open_aligned(self, descriptor: int, name: str, lead_bytes: int) -> Granted | None:
+    def open_variant(self, descriptor: int, name: str, variant: Variant) -> Granted | None:
         granted: Granted | None = self.answer(name)
         return granted
 
@@ -197,26 +198,26 @@ def test_an_image_with_a_lead_of_another_size(no_leak: None, size_bytes: int) ->
     dialled = Dialled(lambda name: grant(size_bytes))
     image = Image(os.memfd_create("m"), 4096, digest="b" * 64, name="m")
     with pytest.raises(WireError, match=f"{size_bytes} bytes for 4096"):
-        dialled.cache.aligned(image, 8)
+        dialled.cache.variant(image, Variant(8))
 
 
 def test_a_daemon_without_the_image_with_a_lead_is_asked_again(no_leak: None) -> None:
     answers = iter([None, grant(4096 + 8)])
     dialled = Dialled(lambda name: next(answers))
     image = Image(os.memfd_create("m"), 4096, digest="b" * 64, name="m")
-    assert dialled.cache.aligned(image, 8) is None
-    assert dialled.cache.aligned(image, 8) is not None
+    assert dialled.cache.variant(image, Variant(8)) is None
+    assert dialled.cache.variant(image, Variant(8)) is not None
     assert len(dialled.lines) == 1
 
 
 def test_an_image_with_a_lead_is_kept_until_it_is_closed(no_leak: None) -> None:
     dialled = Dialled(lambda name: grant(4096 + 8))
     image = Image(os.memfd_create("m"), 4096, digest="b" * 64, name="m")
-    first = dialled.cache.aligned(image, 8)
+    first = dialled.cache.variant(image, Variant(8))
     assert first is not None
-    assert dialled.cache.aligned(image, 8) is first
+    assert dialled.cache.variant(image, Variant(8)) is first
     first.release()
-    second = dialled.cache.aligned(image, 8)
+    second = dialled.cache.variant(image, Variant(8))
     assert second is not None
     assert second.is_open
 

@@ -29,6 +29,7 @@ from trims_shim.errors import (
     UnknownImage,
     WireError,
 )
+from trims_shim.specs import Variant
 from trims_shim.wire import admin, codec, handover, messages
 from trims_shim.wire.endpoint import Endpoint
 
@@ -188,9 +189,9 @@ class Opening:
         with open(os.devnull, "rb") as file:
             return self.connection.open_image(file.fileno(), "m", tier=tier)
 
-    def open_aligned(self) -> connections.Granted | None:
+    def open_variant(self) -> connections.Granted | None:
         with open(os.devnull, "rb") as file:
-            return self.connection.open_aligned(file.fileno(), "m", 8)
+            return self.connection.open_variant(file.fileno(), "m", Variant(8))
 
     @contextlib.contextmanager
     def stalling(self) -> Iterator[None]:
@@ -895,13 +896,13 @@ def test_releases_without_a_thread_go_with_the_next_one(
 
 def test_an_aligned_image_is_leased_where_it_is(daemon: Daemon) -> None:
     def turn(ticket: int) -> None:
-        assert (daemon.offer.tier, daemon.offer.lead_bytes) == ("host", 8)
+        assert (daemon.offer.tier, daemon.offer.variant) == ("host", Variant(8))
         daemon.grant(ticket)
         daemon.answer(reply())
 
     daemon.is_resident = True
     with Opening(daemon, turn) as opening:
-        granted = opening.open_aligned()
+        granted = opening.open_variant()
         assert granted is not None
         os.close(granted.descriptor)
 
@@ -909,7 +910,7 @@ def test_an_aligned_image_is_leased_where_it_is(daemon: Daemon) -> None:
 def test_an_aligned_image_that_is_not_there_is_not_waited_for(daemon: Daemon) -> None:
     daemon.is_resident = True
     with Opening(daemon, lambda _: daemon.answer(None)) as opening:
-        assert opening.open_aligned() is None
+        assert opening.open_variant() is None
         assert opening.connection._parts is None
 
 
@@ -924,7 +925,7 @@ def test_an_aligned_image_that_is_being_loaded_is(daemon: Daemon) -> None:
 
     daemon.is_resident = True
     with Opening(daemon, loading) as opening:
-        granted = opening.open_aligned()
+        granted = opening.open_variant()
         assert granted is not None
         os.close(granted.descriptor)
 

@@ -50,7 +50,9 @@ from trims_shim.errors import (
     TooManyRequests,
     TrimsError,
 )
+from trims_shim.memory import copying
 from trims_shim.memory.device import DeviceSegment
+from trims_shim.specs import Variant
 from trims_shim.wire import codec, messages
 from trims_shim.wire.handover import Peer
 
@@ -404,8 +406,8 @@ class TestOpening:
     ) -> None:
         client = front.client(OWN)
         with pytest.raises(AccessDenied, match="bytes before the file"):
-            file.request(front, client, tier=tier, lead_bytes=lead)
-        file.request(front, client, lead_bytes=63)
+            file.request(front, client, tier=tier, variant=Variant(lead))
+        file.request(front, client, variant=Variant(63))
         front.work()
         assert os.pread(front.descriptors[0], 100, 0) == bytes(63) + file.content
 
@@ -647,27 +649,27 @@ class TestOpening:
 
 
 @pytest.mark.usefixtures("no_leak")
-class TestLeads:
-    """Images that begin with zeros: nobody waits for one, and the second who asks has it made."""
+class TestVariants:
+    """Variants of images: nobody waits for one, and the second who asks has it made."""
 
     def test_it_is_made_for_later(self, front: HostFront, file: File) -> None:
         client = front.client(OWN)
-        assert not file.offer(front, client, lead_bytes=8).is_loading
+        assert not file.offer(front, client, variant=Variant(8)).is_loading
         front.work()
         assert front.host.store.images() == []
-        assert not file.offer(front, client, lead_bytes=8).is_loading, "but it begins"
+        assert not file.offer(front, client, variant=Variant(8)).is_loading, "but it begins"
         assert client.offers == {}, "these offers do not stand"
-        assert file.offer(front, client, lead_bytes=8).is_loading
+        assert file.offer(front, client, variant=Variant(8)).is_loading
         assert len(client.offers) == 1, "this one does, to wait for it"
         front.work()
-        opened = file.offer(front, client, lead_bytes=8).opened
+        opened = file.offer(front, client, variant=Variant(8)).opened
         assert opened is not None
         assert (opened.outcome, opened.size_bytes) == ("hit", 8 + len(file.content))
         client.offers.popitem()[1].close()
 
         front.tiers.close_session(client.number, clock.now_ns())
         front.openings.execute(front.host, front.host.store.relieve(1))
-        assert not file.offer(front, client, lead_bytes=8).is_loading
+        assert not file.offer(front, client, variant=Variant(8)).is_loading
         assert front.host.store.ingest_count() == 0, "once it is gone, it is as never asked for"
 
     def test_it_is_not_made_if_it_would_be_gone_before_the_next(
@@ -679,21 +681,21 @@ class TestLeads:
         monkeypatch.setattr(time, "monotonic", lambda: now_s)
         front.openings.keep_unused_s = 0.0
         for _ in range(3):
-            file.offer(front, client, lead_bytes=8)
+            file.offer(front, client, variant=Variant(8))
         front.openings.keep_unused_s = 60.0
         for _ in range(2):
             now_s += 61.0
-            file.offer(front, client, lead_bytes=8)
+            file.offer(front, client, variant=Variant(8))
         assert front.host.store.ingest_count() == 0
         now_s += 59.0
-        file.offer(front, client, lead_bytes=8)
+        file.offer(front, client, variant=Variant(8))
         assert front.host.store.ingest_count() == 1
         front.work()
 
     def test_other_zeros_are_another_image(self, front: HostFront, file: File) -> None:
         client = front.client(OWN)
         for lead in (8, 16):
-            file.offer(front, client, lead_bytes=lead)
+            file.offer(front, client, variant=Variant(lead))
         front.work()
         assert front.host.store.ingest_count() == 0
         assert front.host.store.images() == []
@@ -705,9 +707,9 @@ class TestLeads:
         with monkeypatch.context() as patch:
             patch.setattr(front.host, "withheld_bytes", lambda image_bytes: 1 << 30)
             for _ in range(3):
-                file.offer(front, client, lead_bytes=8)
+                file.offer(front, client, variant=Variant(8))
         assert front.host.store.ingest_count() == 0
-        file.offer(front, client, lead_bytes=8)
+        file.offer(front, client, variant=Variant(8))
         assert front.host.store.ingest_count() == 1
         front.work()
 
@@ -718,13 +720,43 @@ class TestLeads:
         for is_short, loads in ((True, 0), (False, 1)):
             monkeypatch.setattr(descriptors, "are_scarce", lambda _, found=is_short: found)
             for _ in range(2 - loads):
-                file.offer(front, client, lead_bytes=8)
+                file.offer(front, client, variant=Variant(8))
             assert front.host.store.ingest_count() == loads
         front.work()
 
+    @pytest.mark.parametrize(
+        ("tier", "variant", "can_widen"),
+        [
+            ("host", Variant(8, "float16"), False),
+            ("host", Variant(7, "float16"), True),
+            ("host", Variant(0, "float99"), True),
+            ("GPU-1", Variant(0, "float16"), True),
+        ],
+    )
+    def test_what_is_not_widened(
+        self,
+        front: HostFront,
+        file: File,
+        monkeypatch: pytest.MonkeyPatch,
+        tier: str,
+        variant: Variant,
+        can_widen: bool,
+    ) -> None:
+        monkeypatch.setattr(copying, "can_widen", lambda: can_widen)
+        with pytest.raises(AccessDenied, match=f"widened from '{variant.widened}'"):
+            file.request(front, front.client(OWN), tier=tier, variant=variant)
+
+    def test_a_file_of_one_byte_is_no_number(
+        self, front: HostFront, file: File, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(copying, "can_widen", lambda: True)
+        file.path.write_bytes(b"1")
+        with pytest.raises(ReadFailed, match="is empty"):
+            file.request(front, front.client(OWN), variant=Variant(0, "float16"))
+
     def test_what_will_be_refused_stands(self, front: HostFront, file: File) -> None:
         client = front.client(OWN)
-        assert file.offer(front, client, lead_bytes=64).is_loading
+        assert file.offer(front, client, variant=Variant(64)).is_loading
         assert len(client.offers) == 1
         client.offers.popitem()[1].close()
 

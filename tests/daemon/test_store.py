@@ -23,7 +23,7 @@ from trims_shim.daemon.values import (
     StartIngest,
 )
 from trims_shim.errors import NoSpace, ReadFailed, UnknownImage
-from trims_shim.specs import Digest, Identity
+from trims_shim.specs import Digest, Identity, Variant
 
 A, B = "a" * 64, "b" * 64
 
@@ -781,18 +781,18 @@ class TestLeads:
     def test_they_are_told_apart(self) -> None:
         store = new_store()
         load(store, opening(), loaded(A))
-        aligned = opening(request=2)._replace(lead_bytes=8)
+        aligned = opening(request=2)._replace(variant=Variant(8))
         action = started(store.open(aligned, 2))  # type: ignore[arg-type]
         assert action.opening.image_bytes == 18
         assert store.totals().reserved_bytes == 18
         store.ingest_done(action.ingest, loaded(B, 18), 3)
         assert store.trusted_digest(1000, identity()) == A
-        assert store.trusted_digest(1000, identity(), lead_bytes=8) == B
+        assert store.trusted_digest(1000, identity(), Variant(8)) == B
         assert {row.size_bytes for row in store.images()} == {10, 18}
 
     def test_a_load_for_those_who_come_later(self) -> None:
         store = new_store()
-        aligned = opening()._replace(lead_bytes=8)
+        aligned = opening()._replace(variant=Variant(8))
         action = started(store.load(aligned, 1))  # type: ignore[arg-type]
         assert store.load(aligned, 1) == [], "it is under way"
         assert store.waiters(action.ingest) == []
@@ -804,7 +804,7 @@ class TestLeads:
 
     def test_who_asks_during_such_a_load_waits_for_it(self) -> None:
         store = new_store()
-        aligned = opening()._replace(lead_bytes=8)
+        aligned = opening()._replace(variant=Variant(8))
         action = started(store.load(aligned, 1))  # type: ignore[arg-type]
         assert store.open(aligned._replace(), 1) == []
         done = store.ingest_done(action.ingest, loaded(B, 18), 2)

@@ -143,7 +143,7 @@ def test_a_program_that_holds_many_files_keeps_most_of_its_descriptors(running: 
         "def error(work):\n"
         "    try: work()\n"
         "    except errors.TrimsError as failure: return failure.reason\n"
-        "reasons = [error(closed.map), error(lambda: cache().aligned(closed, 8))]\n"
+        "reasons = [error(closed.map), error(lambda: cache().variant(closed, Variant(8)))]\n"
         "rights = [data(arena) == open(path, 'rb').read()\n"
         "          for arena, path in zip(arenas + again, paths + paths)]\n"
         "say([all(rights), is_kept[0], sum(is_kept) <= 16, reasons])\n"

@@ -18,11 +18,13 @@ from pathlib import Path
 
 import emulated_cuda as emulation
 import pytest
+import torch
 from blake3 import blake3
 from harness import wait_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from trims_shim.daemon import ingest
 from trims_shim.errors import (
     CorruptFile,
     DriverFailure,
@@ -34,12 +36,15 @@ from trims_shim.errors import (
 from trims_shim.formats.device_layout import DeviceLayout, Placed
 from trims_shim.memory import copying, copying_native
 from trims_shim.memory.driver import Driver, driver, forget
-from trims_shim.specs import Span
+from trims_shim.specs import WIDENED, Span, Variant
 
 CHUNK = 1 << 12
 UNTOUCHED = 0xEE
 GUARD_BYTES = 64
 MakeFile = Callable[..., str]
+needs_extension = pytest.mark.skipif(
+    not copying_native.is_available(), reason="the extension was not built (no compiler)"
+)
 Piece = tuple[int, int, int]
 """Bytes of the file before a record, of the record, and of the device before it."""
 
@@ -588,10 +593,66 @@ def test_a_file_behind_zeros(make_file: MakeFile, lead: int) -> None:
             memoryview(memory),
             threads=2,
             on_progress=lambda done: None,
-            lead_bytes=lead,
+            variant=Variant(lead),
         )
     assert memory == bytes(lead) + content
     assert digest == blake3(memory).hexdigest()
+
+
+@needs_extension
+@pytest.mark.parametrize("size", [2, 3, 4096, 2 * copying.CHUNK_BYTES, 2 * copying.CHUNK_BYTES + 5])
+@pytest.mark.parametrize("lead", [0, 6])
+@pytest.mark.parametrize("numbers", WIDENED)
+def test_widened_numbers_of_a_file(make_file: MakeFile, size: int, lead: int, numbers: str) -> None:
+    """The bits of torch, and a digest of all of it; also of one that is only hashed. No NaNs."""
+    variant, content = Variant(lead, numbers), bytes(each % 0x7C for each in os.urandom(size))
+    memory = bytearray(variant.size_bytes(size))
+    done: list[int] = []
+    with open(make_file(content), "rb") as file:
+        digest = copying.fill(
+            file.fileno(), memoryview(memory), threads=2, on_progress=done.append, variant=variant
+        )
+        hashed = ingest.hash_file(file.fileno(), size, meter=ingest.Meter(), variant=variant)
+    narrow = torch.frombuffer(bytearray(content[: size // 2 * 2]), dtype=getattr(torch, numbers))
+    expected = bytes(2 * lead) + narrow.float().view(torch.uint8).numpy().tobytes()
+    assert memory == expected
+    assert digest == hashed == blake3(expected).hexdigest()
+    assert done[-1] == len(expected) - 2 * lead
+
+
+@needs_extension
+@pytest.mark.parametrize("numbers", WIDENED)
+def test_every_number_is_widened_as_torch_does_it(numbers: str) -> None:
+    """Several at once, and the last ones singly. Not all bits of NaNs: torch has two ways."""
+    narrow = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(getattr(torch, numbers))
+    part = memoryview(narrow.view(torch.uint8).numpy()).cast("B")
+    for count in (65536, 65535, 1):
+        target = torch.empty(count)
+        copying.widen(part, memoryview(target.numpy()).cast("B"), numbers)
+        expected = narrow[:count].float()
+        is_number = ~expected.isnan()
+        assert torch.equal(target.isnan(), ~is_number)
+        bits = [each.view(torch.int32)[is_number] for each in (target, expected)]
+        assert torch.equal(*bits)
+
+
+@needs_extension
+def test_a_file_that_became_shorter_is_not_widened(make_file: MakeFile) -> None:
+    memory = bytearray(4096)
+    with open(make_file(b"12"), "rb") as file, pytest.raises(FileChanged, match="shorter"):
+        copying.fill(
+            file.fileno(),
+            memoryview(memory),
+            threads=1,
+            on_progress=lambda done: None,
+            variant=Variant(0, "float16"),
+        )
+
+
+@needs_extension
+def test_no_number_is_read_beyond_the_end() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        copying.widen(memoryview(b"123"), memoryview(bytearray(8)), "float16")
 
 
 def test_default_threads() -> None:

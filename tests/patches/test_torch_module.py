@@ -33,11 +33,15 @@ from torch import nn
 from trims_shim import diagnostics, patches
 from trims_shim.client.arenas import Image, find
 from trims_shim.errors import MemoryFailure
-from trims_shim.memory import pages, reclaim
+from trims_shim.memory import copying, pages, reclaim
 from trims_shim.patches import points, torch_copies, torch_elision, torch_module, torch_repoint
 from trims_shim.patches.torch_storage import storage_of
+from trims_shim.specs import Variant
 
 ROWS, COLUMNS = 128, 256  # 128 KiB in float32
+needs_extension = pytest.mark.skipif(
+    not copying.can_widen(), reason="the extension was not built (no compiler)"
+)
 TIMEOUT_S = 60.0
 MODULE = "torch.nn.modules.module"
 torchs_own = inspect.unwrap(nn.Module.load_state_dict)  # an installed shim may have patched it
@@ -98,6 +102,29 @@ def cached(state: dict[str, torch.Tensor], *, shift: int = 0) -> OrderedDict[str
         tensor = torch.empty(0, dtype=value.dtype)
         result[key] = tensor.set_(record, 0, value.shape)  # type: ignore[call-overload]
     return result
+
+
+def make_variants(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
+    """Have variants made as the daemon makes them; return those that are asked for."""
+    asked: list[Variant] = []
+    made: dict[tuple[Image, Variant], Image] = {}
+
+    def variant_image(image: Image, variant: Variant) -> Image:
+        asked.append(variant)
+        if (image, variant) not in made:
+            descriptor = os.memfd_create("variant")
+            data = bytes(variant.lead_bytes) + bytes(memoryview(image.map().buffer))
+            if variant.widened:
+                wide = memoryview(bytearray(variant.size_bytes(image.size_bytes)))
+                copying.widen(memoryview(data), wide, variant.widened)
+                data = bytes(wide)
+            os.write(descriptor, data)
+            made[image, variant] = Image(descriptor, len(data), digest="variant")
+        return made[image, variant]
+
+    monkeypatch.setattr(torch_elision, "variant_image", variant_image)
+    monkeypatch.setattr(torch_elision, "_VARIANTS_FROM_BYTES", 0)
+    return asked
 
 
 def image_of(tensor: torch.Tensor) -> Image | None:
@@ -861,20 +888,7 @@ def test_bytes_off_the_alignment_come_from_an_image_where_they_are_on_it(
     prepare: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once for each image and call; as independent as any copy, and found there by the next."""
-    asked: list[int] = []
-    made: dict[tuple[Image, int], Image] = {}
-
-    def aligned_image(image: Image, lead_bytes: int) -> Image:
-        asked.append(lead_bytes)
-        if (image, lead_bytes) not in made:
-            descriptor = os.memfd_create("aligned")
-            data = bytes(lead_bytes) + bytes(memoryview(image.map().buffer))
-            os.write(descriptor, data)
-            made[image, lead_bytes] = Image(descriptor, len(data), digest="aligned")
-        return made[image, lead_bytes]
-
-    monkeypatch.setattr(torch_elision, "aligned_image", aligned_image)
-    monkeypatch.setattr(torch_elision, "_ALIGNED_FROM_BYTES", 0)
+    asked = make_variants(monkeypatch)
     expected = {"a.weight": torch.randn(ROWS, COLUMNS), "b.weight": torch.randn(ROWS, COLUMNS)}
     module = nn.ModuleDict({"a": weight(), "b": weight()})
     prepare(module)
@@ -882,7 +896,7 @@ def test_bytes_off_the_alignment_come_from_an_image_where_they_are_on_it(
     module.load_state_dict(state)
     assert_equal(module, expected)
     assert elided() == 2
-    assert asked == [56], "once for both"
+    assert asked == [Variant(56)], "once for both"
     assert all(each.data_ptr() % 64 == 0 for each in module.parameters())
     where = [each.data_ptr() for each in module.parameters()]
     module.load_state_dict(state)
@@ -891,6 +905,92 @@ def test_bytes_off_the_alignment_come_from_an_image_where_they_are_on_it(
     assert_equal(module, expected)
     module.load_state_dict(state)
     assert not module["a"].weight.any(), "what was written to the state dict is copied"
+
+
+@needs_extension
+@pytest.mark.parametrize("shift", [0, 8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_numbers_of_16_bits_come_from_an_image_where_they_have_32(
+    prepare: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    shift: int,
+) -> None:
+    """Exactly as converted, as independent as any copy, and found there by the next load."""
+    asked = make_variants(monkeypatch)
+    narrow = {name: torch.randn(ROWS, COLUMNS).to(dtype) for name in ("a.weight", "b.weight")}
+    narrow["a.weight"][0, :4] = torch.tensor([0.0, -0.0, float("inf"), 1e-7]).to(dtype)
+    expected = {name: value.float() for name, value in narrow.items()}
+    module = nn.ModuleDict({"a": weight(), "b": weight()})
+    prepare(module)
+    state, versions = cached(narrow, shift=shift), [each._version for each in module.parameters()]
+    module.load_state_dict(state)
+    assert_equal(module, expected)
+    assert elided() == 2
+    assert asked == [Variant(-shift % 64, str(dtype).removeprefix("torch."))], "once for both"
+    assert [each._version for each in module.parameters()] == [each + 1 for each in versions]
+    where = [each.data_ptr() for each in module.parameters()]
+    assert [address % 64 for address in where] == [0, 0]
+    module.load_state_dict(state)
+    assert [each.data_ptr() for each in module.parameters()] == where
+    state["a.weight"].zero_()
+    assert_equal(module, expected)
+    module.load_state_dict(state)
+    assert not module["a"].weight.any(), "what was written to the state dict is copied"
+    with torch.no_grad():
+        module["b"].weight.zero_()
+    assert state["b.weight"].any()
+
+
+@needs_extension
+def test_numbers_that_are_a_small_part_of_an_image_are_not_widened_in_it(
+    prepare: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it would be, and cost four times what it gains."""
+    asked = make_variants(monkeypatch)
+    module = nn.ModuleDict({"a": weight(), "b": weight(), "c": weight()})
+    prepare(module)
+    half = {"a": "float32", "b": "float16", "c": "float16"}  # just half of the bytes
+    for loaded in (half, dict.fromkeys("abc", "float16")):
+        state = {
+            f"{name}.weight": torch.randn(ROWS, COLUMNS, dtype=getattr(torch, dtype))
+            for name, dtype in loaded.items()
+        }
+        module.load_state_dict(cached(state))
+        assert_equal(module, {name: value.float() for name, value in state.items()})
+    assert asked == [Variant(0, "float16")]
+
+
+@needs_extension
+@pytest.mark.parametrize(
+    ("narrow", "wide"),
+    [(torch.float16, torch.float64), (torch.float32, torch.float16), (torch.int16, torch.float32)],
+)
+def test_other_conversions_are_copies(
+    prepare: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    narrow: torch.dtype,
+    wide: torch.dtype,
+) -> None:
+    asked = make_variants(monkeypatch)
+    module, value = weight().to(wide), torch.ones(ROWS, COLUMNS).to(narrow)
+    prepare(module)
+    module.load_state_dict(cached({"weight": value}))
+    assert torch.equal(module.weight, value.to(wide))
+    assert (asked, elided()) == ([], 0)
+
+
+@needs_extension
+def test_numbers_are_converted_by_copies_where_the_kernel_does_not_tell(
+    prepare: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "_PAGEMAP", "/proc/self/there-is-no-such-file")
+    asked = make_variants(monkeypatch)
+    module, value = weight(), torch.ones(ROWS, COLUMNS).half()
+    prepare(module)
+    module.load_state_dict(cached({"weight": value}))
+    assert torch.equal(module.weight, value.float())
+    assert (asked, elided()) == ([], 0)
 
 
 @pytest.mark.parametrize("is_said", [True, False])
@@ -945,7 +1045,7 @@ def test_a_state_dict_of_clones_that_the_caller_holds(prepare: Callable[..., Non
 def test_small_images_are_not_asked_for(
     prepare: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_elision, "aligned_image", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(torch_elision, "variant_image", lambda *_: pytest.fail("asked"))
     module = weight()
     prepare(module)
     module.load_state_dict(cached(weight().state_dict(), shift=8))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import cProfile
 import pstats
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from trims_shim.patches import (
     torch_unshare,
 )
 from trims_shim.patches.torch_module_move import Sources
+from trims_shim.specs import Variant
 
 
 @pytest.fixture(params=emulation.BOTH_WAYS)
@@ -193,6 +195,21 @@ def test_what_was_written_is_copied(
     assert are_shared(ours)["second.weight"] is True
     assert_equal(ours, theirs)
     assert reasons() == {"written": 1}
+
+
+def test_widened_weights_are_copied(devices: Devices, loaded: Callable[..., Any]) -> None:
+    """Their image is no model file, and the file has other bytes."""
+    ours, theirs = loaded()
+    found = arenas.find(ours.first.weight.data_ptr(), 1)
+    assert found is not None
+    image, variant = found[0], Variant(0, "float16")
+    image.original = arenas.Original(image.digest, variant, weakref.ref(image), "model.pt")
+    opened = len(devices.opened)
+    ours.to("cuda")
+    assert not any(are_shared(ours).values())
+    assert_equal(ours, theirs)
+    assert reasons().keys() == {"widened"}
+    assert len(devices.opened) == opened
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

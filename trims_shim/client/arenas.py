@@ -24,6 +24,7 @@ from trims_shim.client.addresses import AddressIndex
 from trims_shim.client.descriptors import OwnDescriptor
 from trims_shim.errors import MemoryFailure
 from trims_shim.memory.mapping import map_private, reserve, unmap
+from trims_shim.specs import Variant
 
 __all__ = ["Arena", "Image", "Original", "find"]
 
@@ -33,14 +34,14 @@ none, so a program with a thousand small models would else run out of them becau
 
 
 class Original(NamedTuple):
-    """The image that an aligned one has the bytes of, ``lead_bytes`` further on.
+    """The image that another one is a variant of.
 
     No hold on it: that would keep the bytes in memory twice. Its file is where ``path`` says,
     if nobody has changed that.
     """
 
     digest: str
-    lead_bytes: int
+    variant: Variant
     image: weakref.ref[Image]
     path: str
 

@@ -29,7 +29,7 @@ from trims_shim.config import Config
 from trims_shim.directories import directory_of
 from trims_shim.errors import NoSpace, NotServed, WireError
 from trims_shim.late_imports import ensure_imported
-from trims_shim.specs import DeviceId, Digest, Identity
+from trims_shim.specs import DeviceId, Digest, Identity, Variant
 from trims_shim.wire import endpoint as endpoints
 from trims_shim.wire import messages
 from trims_shim.wire.handover import close_all
@@ -59,7 +59,7 @@ class Cache:
         self._digests: dict[Identity, str] = {}
         self._is_elsewhere = False
         """Whether the daemon was found to see other files than this process."""
-        self._aligned: weakref.WeakValueDictionary[tuple[str, int], Image] = (
+        self._variants: weakref.WeakValueDictionary[tuple[str, Variant], Image] = (
             weakref.WeakValueDictionary()
         )
 
@@ -80,16 +80,16 @@ class Cache:
         diagnostics.count("bytes_shared", amount=arena.size_bytes)
         return arena
 
-    def aligned(self, image: Image, lead_bytes: int) -> Image | None:
-        """Return the image with the bytes of ``image`` after ``lead_bytes`` zeros.
+    def variant(self, image: Image, variant: Variant) -> Image | None:
+        """Return a variant of ``image``.
 
-        None where it does not exist (yet), see :meth:`Connection.open_aligned`, or could not be
+        None where it does not exist (yet), see :meth:`Connection.open_variant`, or could not be
         mapped later (:meth:`Image.spare_descriptor`). Starts no daemon. Raises TrimsError when the
         cache cannot help.
         """
-        key = (image.digest, lead_bytes)
-        original = Original(image.digest, lead_bytes, weakref.ref(image), image.name)
-        found = self._aligned.get(key)
+        key = (image.digest, variant)
+        original = Original(image.digest, variant, weakref.ref(image), image.name)
+        found = self._variants.get(key)
         if found is not None and found.is_open:
             found.original = original  # The one before may be gone.
             _note(found.name, "local")
@@ -98,15 +98,15 @@ class Cache:
         descriptor = image.descriptor
 
         def ask(connection: Line) -> Image | None:
-            name = f"{image.name} (aligned)"
+            name = f"{image.name} ({variant})"
             leased = _lease_of(
-                lambda: connection.open_aligned(descriptor, name, lead_bytes), name, connection
+                lambda: connection.open_variant(descriptor, name, variant), name, connection
             )
             if leased is None:
                 return None
             made = leased.image
             _note(name, leased.reply.outcome)
-            if made.size_bytes != image.size_bytes + lead_bytes:
+            if made.size_bytes != variant.size_bytes(image.size_bytes):
                 raise WireError(f"{name}: {made.size_bytes} bytes for {image.size_bytes}")
             return made
 
@@ -114,7 +114,7 @@ class Cache:
         if made is None or made.spare_descriptor():
             return None
         made.original = original
-        self._aligned[key] = made
+        self._variants[key] = made
         diagnostics.count("bytes_shared", amount=made.size_bytes)
         return made
 

@@ -43,7 +43,7 @@ from trims_shim.errors import (
     WireError,
 )
 from trims_shim.late_imports import ensure_imported
-from trims_shim.specs import HOST_TIER
+from trims_shim.specs import AS_IS, HOST_TIER, Variant
 from trims_shim.wire import codec, handover, messages
 from trims_shim.wire.endpoint import Endpoint
 
@@ -156,27 +156,29 @@ class Connection:
             raise WireError(f"the offer of {name} was not taken")
         return granted
 
-    def open_aligned(self, descriptor: int, name: str, lead_bytes: int) -> Granted | None:
-        """Lease the image of an open file's bytes after ``lead_bytes`` zeros, on the host tier.
+    def open_variant(self, descriptor: int, name: str, variant: Variant) -> Granted | None:
+        """Lease a variant of an open file's image, on the host tier.
 
         Returns None where there is none yet: the daemon may load it for later requests. Blocks only
         while it is already being loaded. Raises as :meth:`open_image`.
         """
-        return self._open(descriptor, name, HOST_TIER, lead_bytes)
+        return self._open(descriptor, name, HOST_TIER, variant)
 
-    def _open(self, descriptor: int, name: str, tier: str, lead_bytes: int = 0) -> Granted | None:
+    def _open(
+        self, descriptor: int, name: str, tier: str, variant: Variant = AS_IS
+    ) -> Granted | None:
         self._asked_under = 0
         self._flush_releases()
         self._asked_under = self._ticket = self._ticket + 1
         parts = self._parts = _Parts(self._ticket, {}, set(), [])
         shown = handover.clipped(name, limit_bytes=messages.NAME_LIMIT_BYTES)
         try:
-            offer = messages.FileOffer(parts.ticket, tier, shown, lead_bytes)
+            offer = messages.FileOffer(parts.ticket, tier, shown, variant)
             self._send_handover(offer, descriptor)
             answer = self._answer_to_offer(parts)
             reply = answer.opened
             if reply is None:
-                if lead_bytes and not answer.is_loading:
+                if any(variant) and not answer.is_loading:
                     return None
                 reply = self._request(messages.OpenImageRequest(parts.ticket))
             descriptors = self._receive_parts(parts, _part_count(reply, tier), name)

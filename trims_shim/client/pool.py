@@ -31,7 +31,7 @@ from trims_shim.errors import (
     TooManyRequests,
     WireError,
 )
-from trims_shim.specs import HOST_TIER
+from trims_shim.specs import HOST_TIER, Variant
 from trims_shim.wire import handover, messages
 from trims_shim.wire.endpoint import Endpoint
 
@@ -51,7 +51,7 @@ class Line(Protocol):
     @property
     def welcome(self) -> messages.Welcome: ...
     def open_image(self, descriptor: int, name: str, *, tier: str = HOST_TIER) -> Granted: ...
-    def open_aligned(self, descriptor: int, name: str, lead_bytes: int) -> Granted | None: ...
+    def open_variant(self, descriptor: int, name: str, variant: Variant) -> Granted | None: ...
     def open_prepared(
         self,
         request: messages.OpenPreparedRequest,

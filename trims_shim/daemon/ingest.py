@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from trims_shim.memory import copying
 from trims_shim.memory.copying_python import read_fully
+from trims_shim.specs import AS_IS, Variant
 
 __all__ = ["Meter", "fill", "hash_file", "hash_segment"]
 
@@ -41,7 +42,7 @@ def fill(
     *,
     threads: int,
     meter: Meter,
-    lead_bytes: int = 0,
+    variant: Variant = AS_IS,
     name: str = "file",
 ) -> str:
     """As :func:`trims_shim.memory.copying.fill`. Blocks; call from a worker thread."""
@@ -50,7 +51,7 @@ def fill(
         view,
         threads=threads,
         on_progress=meter.from_here(),
-        lead_bytes=lead_bytes,
+        variant=variant,
         name=name,
     )
 
@@ -65,18 +66,27 @@ def hash_segment(descriptor: int, size_bytes: int) -> str:
 
 
 def hash_file(
-    descriptor: int, size_bytes: int, *, meter: Meter, lead_bytes: int = 0, name: str = "file"
+    descriptor: int,
+    size_bytes: int,
+    *,
+    meter: Meter,
+    variant: Variant = AS_IS,
+    name: str = "file",
 ) -> str:
-    """The digest of ``lead_bytes`` zeros and the first ``size_bytes`` of a file. Raises as fill."""
-    hasher = copying.hasher(size_bytes, lead_bytes=lead_bytes)
-    buffer = bytearray(min(copying.CHUNK_BYTES, size_bytes))
-    view = memoryview(buffer)
+    """The digest of a variant of the first ``size_bytes`` of a file. Raises as fill."""
+    hasher = copying.hasher(size_bytes, lead_bytes=variant.offset_bytes(0))
+    buffer = memoryview(bytearray(min(copying.CHUNK_BYTES, size_bytes)))
+    wide = memoryview(bytearray(2 * len(buffer) if variant.widened else 0))
     done = 0
     while done < size_bytes:
-        part = view[: min(len(view), size_bytes - done)]
+        part = buffer[: min(len(buffer), size_bytes - done)]
         read_fully(descriptor, part, done, name)
-        hasher.update(part)
         done += len(part)
+        if variant.widened:
+            result = wide[: len(part) // 2 * 4]
+            copying.widen(part, result, variant.widened)
+            part = result
+        hasher.update(part)
         meter.done_bytes += len(part)
     digest: str = hasher.hexdigest()
     return digest

@@ -348,7 +348,7 @@ class Loads(abc.ABC, Generic[_Segment]):
             load.descriptor,
             opening.identity.size_bytes,
             meter=load.meter,
-            lead_bytes=opening.lead_bytes,
+            variant=opening.variant,
             name=opening.name,
         )
         if digest not in self._segments:
@@ -357,7 +357,7 @@ class Loads(abc.ABC, Generic[_Segment]):
 
 
 class Loader(Loads[SealedSegment]):
-    """Loads of the host tier: a segment is a file's bytes behind as many zeros as asked for."""
+    """Loads of the host tier: a segment is the variant of a file that was asked for."""
 
     def __init__(
         self,
@@ -415,7 +415,7 @@ class Loader(Loads[SealedSegment]):
                 writable.view,
                 threads=self._threads,
                 meter=load.meter,
-                lead_bytes=opening.lead_bytes,
+                variant=opening.variant,
                 name=opening.name,
             )
             is_settled = load.check_unchanged() or self._is_own(load.descriptor)

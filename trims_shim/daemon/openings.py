@@ -9,10 +9,10 @@ from (NVLink is many times faster than the way from host memory, PCIe between de
 from the host tier, else from the file. Images evicted from a device are copied to the host tier if
 there is room.
 
-An image with a lead (the bytes of another one, aligned) takes as much memory again, and serves only
-later requests. So it is loaded when it is offered for the second time, if it would still be there
-should the third come as late; and no client waits for it: a client that offers it makes a private
-copy unless the image is there, or about to be.
+A variant of an image (its bytes aligned, or widened) takes as much memory again, or more, and
+serves only later requests. So it is loaded when it is offered for the second time, if it would
+still be there should the third come as late; and no client waits for it: a client that offers it
+makes a private copy unless the image is there, or about to be.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ from trims_shim.errors import (
     TooManyRequests,
     TrimsError,
 )
+from trims_shim.memory import copying
 from trims_shim.memory.device import DeviceSegment
 from trims_shim.printable import printable
-from trims_shim.specs import HOST_TIER, Digest
+from trims_shim.specs import HOST_TIER, WIDENED, Digest, Variant
 from trims_shim.wire import messages
 
 __all__ = ["Openings"]
@@ -125,7 +126,7 @@ class Openings:
         tier = self._tiers.ready(offer.tier)
         opening = None if tier is None else self._resident(request, offer, tier)
         if tier is None or opening is None:
-            is_loading = bool(offer.lead_bytes) and self._consider(request, offer)
+            is_loading = any(offer.variant) and self._consider(request, offer)
             self._front.answer(request, messages.OfferReply(offer.ticket, is_loading=is_loading))
             return
         taken = self._front.take_offer(request, offer.ticket)
@@ -143,9 +144,7 @@ class Openings:
             opening = _opening(request, request.session.offers[offer.ticket])
         except TrimsError:
             return None
-        digest = tier.store.trusted_digest(
-            opening.user, opening.identity, lead_bytes=opening.lead_bytes
-        )
+        digest = tier.store.trusted_digest(opening.user, opening.identity, opening.variant)
         if digest is None:
             return None
         device = _device_grant(tier.loader.segment(digest))
@@ -153,7 +152,7 @@ class Openings:
         return opening if is_short else None
 
     def _consider(self, request: Request, offer: messages.FileOffer) -> bool:
-        """Whether an image with a lead is there or being loaded; load it on its second offer.
+        """Whether a variant is there or being loaded; load it on its second offer.
 
         The offer stands if this returns True.
         """
@@ -486,15 +485,25 @@ class Openings:
 
 def _opening(request: Request, offer: Offer) -> Opening:
     identity, asked = offer.identity(), offer.message
-    name, lead_bytes = asked.name, asked.lead_bytes
-    if identity.size_bytes == 0:
-        raise ReadFailed(f"{name[:200]} is empty")
-    if not 0 <= lead_bytes < (messages.ALIGNMENT_BYTES if asked.tier == HOST_TIER else 1):
+    name, variant = asked.name, asked.variant
+    if any(variant) and not (asked.tier == HOST_TIER and _is_made(variant)):
+        how = f" is widened from {variant.widened[:20]!r} and" if variant.widened else ""
         raise AccessDenied(
-            f"no image at {asked.tier[:80]!r} has {lead_bytes} bytes before the file"
+            f"no image at {asked.tier[:80]!r}{how} has {variant.lead_bytes} bytes before the file"
         )
+    if variant.size_bytes(identity.size_bytes) == 0:
+        raise ReadFailed(f"{name[:200]} is empty")
     session, user = request.session.number, request.session.peer.uid
-    return Opening(session, request.number, user, identity, name, lead_bytes)
+    return Opening(session, request.number, user, identity, name, variant)
+
+
+def _is_made(variant: Variant) -> bool:
+    """Whether images of this variant are made here."""
+    is_led = 0 <= variant.lead_bytes < messages.ALIGNMENT_BYTES
+    if not variant.widened:
+        return is_led
+    is_even = variant.lead_bytes % 2 == 0  # else the numbers of the file would lie across its ends
+    return is_led and is_even and variant.widened in WIDENED and copying.can_widen()
 
 
 def _after(tier: Tier, finished: Finished[Any]) -> list[Action]:

@@ -8,7 +8,7 @@ Rules
    who proved them (device numbers are reused, so another user's equal identity proves nothing) and
    only when *settled*: a file whose change time was too close to the moment of reading is read
    again next time. An untrusted identity is a hint that hashing alone may be enough. One file may
-   have several images: the bytes themselves, and the bytes behind a few zeros (``lead_bytes``).
+   have several images: the bytes themselves, and variants (:class:`~trims_shim.specs.Variant`).
 2. One load per user and identity; further requests wait for it (single flight). If the identity is
    then not trusted, the file may have changed before they came and after it was read: it is hashed
    once more for them. Two loads that end with one digest share one image; the second segment is
@@ -58,7 +58,7 @@ from trims_shim.daemon.values import (
 )
 from trims_shim.errors import NoSpace, TrimsError, UnknownImage
 from trims_shim.printable import size
-from trims_shim.specs import Digest, Identity
+from trims_shim.specs import AS_IS, Digest, Identity, Variant
 
 __all__ = ["DIGITS_NEEDED", "Store"]
 
@@ -177,7 +177,7 @@ class Store:
         """The users who have pinned an image; it is in here while there is one."""
         self._resident_bytes = self._reserved_bytes = 0
         self._identities: _Pointers[IdentityKey] = _Pointers()
-        self._hints: _Pointers[tuple[Identity, int]] = _Pointers()
+        self._hints: _Pointers[tuple[Identity, Variant]] = _Pointers()
         self._names: defaultdict[int, OrderedDict[tuple[Digest, str], None]]
         self._names = defaultdict(OrderedDict)
         """By user, names by which images were asked for, with those asked for last at the end."""
@@ -397,10 +397,10 @@ class Store:
         return load is not None and load.late[:1] == [opening]
 
     def trusted_digest(
-        self, user: int, identity: Identity, *, lead_bytes: int = 0
+        self, user: int, identity: Identity, variant: Variant = AS_IS
     ) -> Digest | None:
         """What the file of this identity holds, if this user has proved it and it is resident."""
-        return self._identities.get((user, identity, lead_bytes))
+        return self._identities.get((user, identity, variant))
 
     def is_resident(self, digest: Digest) -> bool:
         """Whether there is an image of this digest."""

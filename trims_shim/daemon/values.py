@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from trims_shim.errors import TrimsError
-from trims_shim.specs import Digest, Identity
+from trims_shim.specs import AS_IS, Digest, Identity, Variant
 
 __all__ = [
     "Action",
@@ -28,8 +28,8 @@ __all__ = [
     "Totals",
 ]
 
-IdentityKey = tuple[int, Identity, int]
-"""(user, identity, lead bytes)."""
+IdentityKey = tuple[int, Identity, Variant]
+"""(user, identity, variant)."""
 NameKey = tuple[int, str]
 """(user, path)."""
 
@@ -37,7 +37,7 @@ NameKey = tuple[int, str]
 class Opening(NamedTuple):
     """A client's request for an image, with the proof already checked.
 
-    The image is the file's bytes behind ``lead_bytes`` zeros.
+    The image is a ``variant`` of the file.
     """
 
     session: int
@@ -45,17 +45,17 @@ class Opening(NamedTuple):
     user: int
     identity: Identity
     name: str
-    lead_bytes: int = 0
+    variant: Variant = AS_IS
 
     @property
     def key(self) -> IdentityKey:
         """What the image is looked up by."""
-        return (self.user, self.identity, self.lead_bytes)
+        return (self.user, self.identity, self.variant)
 
     @property
     def image_bytes(self) -> int:
         """Size of the image."""
-        return self.lead_bytes + self.identity.size_bytes
+        return self.variant.size_bytes(self.identity.size_bytes)
 
 
 class Ingested(NamedTuple):

@@ -30,8 +30,9 @@ from trims_shim.errors import CorruptFile
 from trims_shim.formats.device_layout import DeviceLayout
 from trims_shim.memory import copying_native, copying_python
 from trims_shim.memory.chunks import Route
+from trims_shim.memory.copying_python import read_fully
 from trims_shim.memory.uncached import opened_directly
-from trims_shim.specs import Digest
+from trims_shim.specs import AS_IS, Digest, Variant
 
 __all__ = [
     "CHUNK_BYTES",
@@ -140,17 +141,20 @@ def fill(
     *,
     threads: int,
     on_progress: OnProgress,
-    lead_bytes: int = 0,
+    variant: Variant = AS_IS,
     name: str = "file",
 ) -> Digest:
-    """Read from the start of a file into ``view`` after its first ``lead_bytes``, until it is full.
+    """Make a variant of a file in ``view``, until that is full.
 
     The lead is not touched and has to be zero. Returns the digest of the whole view. Raises
     FileChanged when the file ends early, ReadFailed when the kernel reports an error; ``view`` is
     then partly written.
     """
+    lead_bytes = variant.offset_bytes(0)
     behind = _Behind(on_progress, hasher(len(view), lead_bytes=lead_bytes))
     with view[lead_bytes:] as body, _reading(source, len(body)) as direct:
+        if variant.widened:
+            return _run(_Widening(source, body, variant.widened, name), behind)
         # O_DIRECT needs memory aligned as the file is.
         transfer = copying_python.fill(
             source,
@@ -161,6 +165,53 @@ def fill(
             name=name,
         )
         return _run(transfer, behind)
+
+
+class _Widening:
+    """A :class:`Transfer` that reads numbers of 16 bits and writes them as ones of 32."""
+
+    def __init__(self, source: int, body: memoryview, numbers: str, name: str) -> None:
+        self._source, self._body, self._numbers, self._name = source, body, numbers, name
+        self._buffer = memoryview(bytearray(min(CHUNK_BYTES, len(body) // 2)))
+        self._done = 0
+
+    def __enter__(self) -> _Widening:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._buffer.release()
+
+    def next(self) -> memoryview | None:
+        done = self._done
+        result = self._body[done : done + 2 * len(self._buffer)]
+        if not result:
+            return None
+        try:
+            with self._buffer[: len(result) // 2] as part:
+                read_fully(self._source, part, done // 2, self._name)
+                widen(part, result, self._numbers)
+        except BaseException:
+            result.release()
+            raise
+        self._done = done + len(result)
+        return result
+
+    def finish(self) -> None:
+        """Everything is done."""
+
+
+def can_widen() -> bool:
+    """Whether :func:`widen` works here: it needs the extension."""
+    return copying_native.is_available()
+
+
+def widen(part: memoryview, target: memoryview, numbers: str) -> None:
+    """Write numbers of 16 bits, of a kind in :data:`~trims_shim.specs.WIDENED`, as ones of 32.
+
+    As many as ``target`` has room for. The bits are those of torch's own conversion, except for
+    NaNs of float16: which ones torch makes of these depends on where in a tensor they are.
+    """
+    copying_native.widen(part, target, is_bfloat16=numbers == "bfloat16")
 
 
 def upload(

@@ -25,9 +25,9 @@ else:
     except ImportError:  # there was no compiler
         extension = None
 
-__all__ = ["Code", "download", "is_available", "kept_buffers", "upload"]
+__all__ = ["Code", "download", "is_available", "kept_buffers", "upload", "widen"]
 
-_INTERFACE = 1
+_INTERFACE = 2
 """The extension's interface version; an extension built from other sources is not used."""
 _NONE = -1
 """Stands for no descriptor."""
@@ -49,6 +49,11 @@ class Code(enum.IntEnum):
 def is_available() -> bool:
     """Whether the extension was built, and from the sources that belong to this file."""
     return extension is not None and extension.INTERFACE == _INTERFACE
+
+
+def widen(part: memoryview, target: memoryview, *, is_bfloat16: bool) -> None:
+    """Write as many numbers of 16 bits as ``target`` has room for as numbers of 32 bits."""
+    extension.widen(part, target, is_bfloat16)
 
 
 def upload(source: int, direct: int | None, outline: int | None, route: Route) -> _Transfer:

@@ -18,15 +18,16 @@ from trims_shim.errors import ConfigError, TrimsError
 
 if TYPE_CHECKING:
     from trims_shim.client.arenas import Arena, Image
+    from trims_shim.specs import Variant
 
 __all__ = [
     "absolute",
-    "aligned_image",
     "arena_of_file",
     "from_anywhere",
     "is_strict",
     "opened",
     "or_none",
+    "variant_image",
 ]
 
 _Step = TypeVar("_Step", bound=Callable[..., Any])
@@ -119,13 +120,13 @@ def arena_of_file(descriptor: int, name: object) -> Arena | None:
         return None
 
 
-def aligned_image(image: Image, lead_bytes: int) -> Image | None:
-    """Return the image with the same bytes after ``lead_bytes`` zeros, or None (counted)."""
+def variant_image(image: Image, variant: Variant) -> Image | None:
+    """Return a variant of an image, or None (counted)."""
     try:
-        found = cache().aligned(image, lead_bytes)
+        found = cache().variant(image, variant)
     except TrimsError as error:
         diagnostics.pass_on(error)
-        diagnostics.count("aligned", error.reason)
+        diagnostics.count(str(variant), error.reason)
         return None
-    diagnostics.count("aligned", "copied" if found is None else "served")
+    diagnostics.count(str(variant), "copied" if found is None else "served")
     return found

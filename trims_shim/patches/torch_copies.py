@@ -1,8 +1,8 @@
 """When a ``copy_`` between two tensors may be replaced by something else.
 
 Owns the conditions on the call (:func:`is_watched`), on the pair (:func:`is_stock_copy`,
-:func:`is_byte_copy`) and on the destination (:func:`is_exclusive`). They only look, and in doubt
-they decide for the copy.
+:func:`is_byte_copy`, :func:`is_ordered_copy`) and on the destination (:func:`is_exclusive`). They
+only look, and in doubt they decide for the copy.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ __all__ = [
     "holding_state_dict",
     "is_byte_copy",
     "is_exclusive",
+    "is_ordered_copy",
     "is_sole_owner",
     "is_stock_copy",
     "is_transformed",
@@ -166,9 +167,13 @@ def is_stock_copy(dst: torch.Tensor, src: torch.Tensor) -> bool:
 
 def is_byte_copy(dst: torch.Tensor, src: torch.Tensor) -> bool:
     """Whether ``dst.copy_(src)``, a stock copy, moves bytes in order and leaves no other trace."""
+    return dst.dtype is src.dtype and is_ordered_copy(dst, src)
+
+
+def is_ordered_copy(dst: torch.Tensor, src: torch.Tensor) -> bool:
+    """As :func:`is_byte_copy`, of numbers that may be converted on the way."""
     return (
-        dst.dtype is src.dtype
-        and dst.is_contiguous()
+        dst.is_contiguous()
         and src.is_contiguous()
         and not (dst.is_neg() or src.is_neg() or dst.is_conj() or src.is_conj())
         and not src.is_inference()

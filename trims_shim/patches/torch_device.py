@@ -221,7 +221,8 @@ def _check_room_for_copies(descriptor: int, name: str, place: Place) -> None:
 def arena_of_image(image: Image, place: Place) -> DeviceArena | None:
     """Return the device memory of an image in host memory; None (counted) where there is none.
 
-    Of an aligned image, that of the file: zeros come before it there, which is no model.
+    Of an aligned image, that of the file: zeros come before it there, which is no model. One with
+    widened numbers has none.
     """
     original = image.original
     digest = image.digest if original is None else original.digest

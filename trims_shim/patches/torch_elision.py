@@ -6,17 +6,19 @@ both are copy-on-write mappings of immutable bytes; nothing is read and nothing 
 call maps one arena for each image, and gives each byte of it to one parameter only.
 
 Bytes off a 64-byte border of the file, as in most safetensors files, are taken from a second image
-with the same bytes after some zeros, so that kernels see the alignment of a copy. The daemon makes
-that image at the second request for it; until then such bytes are copied.
+with the same bytes after some zeros, so that kernels see the alignment of a copy. Numbers of 16
+bits for parameters of 32 are taken from one in which they are widened, which is exact. The daemon
+makes such a variant at the second request for it; until then the bytes are copied.
 
 A copy is elided only where the result cannot be told from a copy's:
 
 - the call (:func:`is_watched`): no foreign function or dispatch mode, no tracing or compiling, no
   functorch level, forward-mode level, profiler or inference mode, no setting that swaps parameters,
   no deterministic algorithms;
-- the pair (:func:`is_stock_copy`, :func:`is_byte_copy`): exactly Tensor or Parameter, CPU, strided,
-  same dtype and shape, contiguous, no conjugate or negative bit, no inference tensor, no graph
-  behind the destination, autograd would not record the copy;
+- the pair (:func:`is_stock_copy`, :func:`is_ordered_copy`): exactly Tensor or Parameter, CPU,
+  strided, same shape, same dtype or one that is widened to float32, contiguous, no conjugate or
+  negative bit, no inference tensor, no graph behind the destination, autograd would not record the
+  copy;
 - the destination: a parameter or buffer of the module tree that is all of its storage and that
   nothing else can reach (:func:`is_exclusive`), in memory of torch's allocator or of an earlier
   elision and not written since;
@@ -53,13 +55,13 @@ from trims_shim.memory.mapping import are_addresses_limited
 from trims_shim.memory.pages import PageScanner, are_equal
 from trims_shim.memory.reclaim import RetiredBlock, is_much, retire
 from trims_shim.patches import torch_device, torch_repoint, torch_unshare
-from trims_shim.patches.asking import aligned_image
+from trims_shim.patches.asking import variant_image
 from trims_shim.patches.torch_copies import (
     PLAIN_TYPES,
     has_views,
     held_aliases,
-    is_byte_copy,
     is_exclusive,
+    is_ordered_copy,
     is_sole_owner,
     is_stock_copy,
     is_watched,
@@ -73,6 +75,7 @@ from trims_shim.patches.torch_stock_load import (
     stock_pairs,
 )
 from trims_shim.patches.torch_storage import storage_of
+from trims_shim.specs import WIDENED, Variant
 
 __all__ = ["ALIGNMENT_BYTES", "MIN_SIZE_BYTES", "load", "make_resizable"]
 
@@ -82,8 +85,9 @@ ALIGNMENT_BYTES = 64
 """The alignment of torch's allocator. Kernels choose their loops by alignment: with MKL on x86-64 a
 matrix at 8 modulo 16 gives other last bits than the same matrix at 0."""
 
-_ALIGNED_FROM_BYTES = 8 << 20
-_SHIFTS_LIMIT = 8
+_VARIANTS_FROM_BYTES = 8 << 20
+_VARIANTS_LIMIT = 8
+_WIDENED = {getattr(torch, name): name for name in WIDENED}
 _COPY = torch.Tensor.copy_
 
 _own_arenas: weakref.WeakValueDictionary[int, ctypes.Array[ctypes.c_char]] = (
@@ -126,7 +130,8 @@ class _Call:
         self._adopter: Adopter | None = None
         self._scanner: PageScanner | None = None
         self._targets: dict[arenas.Image, _Target] = {}
-        self._aligned: dict[tuple[arenas.Image, int], arenas.Image | None] = {}
+        self._variants: dict[tuple[arenas.Image, Variant], arenas.Image | None] = {}
+        self._state_dict: Any = None
         self._aliases: Counter[int] = Counter()
         self._replaced: list[RetiredBlock] = []
         self._elided_copies = 0
@@ -140,7 +145,7 @@ class _Call:
             self._adopter = adopter_for(module, state_dict)
             if self.is_watched() or not (self._adopter or _holds_cached_bytes(state_dict)):
                 return _Way.TORCHS_OWN
-            self._scanner = PageScanner()
+            self._scanner, self._state_dict = PageScanner(), state_dict
             self._aliases = held_aliases(module)
             if is_torchs_own(original) and (pairs := stock_pairs(module, state_dict)):
                 self._copy_all(pairs)
@@ -172,7 +177,8 @@ class _Call:
             return
         self._scanner.close()
         self._targets.clear()  # a traceback may keep this object
-        self._aligned.clear()
+        self._variants.clear()
+        self._state_dict = None
         if self._elided_copies:
             diagnostics.count("elided_bytes", "load_state_dict", self._elided_bytes)
             diagnostics.count("elided", "load_state_dict", self._elided_copies)
@@ -186,21 +192,26 @@ class _Call:
         return is_stock_copy(dst, src) and self._elide_in_host(dst, src)
 
     def _elide_in_host(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
-        size = src.nbytes
-        if size < MIN_SIZE_BYTES or not is_byte_copy(dst, src):
+        size = dst.nbytes
+        if src.nbytes < MIN_SIZE_BYTES or not is_ordered_copy(dst, src):
             return False
-        found = arenas.find(src.data_ptr(), size)
-        if found is None or not (self._is_pristine(src, size) or self._is_blind()):
+        widened = ""
+        if dst.dtype is not src.dtype:
+            if dst.dtype is not torch.float32 or src.dtype not in _WIDENED or self._is_blind():
+                return False
+            widened = _WIDENED[src.dtype]
+        found = arenas.find(src.data_ptr(), src.nbytes)
+        if found is None or not (self._is_pristine(src, src.nbytes) or self._is_blind()):
             return False
         image, offset = found
-        if self._is_there_already(dst, src, image, offset):
+        if not widened and self._is_there_already(dst, src, image, offset):
             return self._shows(dst, size)
-        lead_bytes = -offset % ALIGNMENT_BYTES
-        if lead_bytes:
-            aligned = self._aligned_image(image, lead_bytes)
-            if aligned is None:
+        variant = Variant(-offset % ALIGNMENT_BYTES, widened)
+        if any(variant):
+            made = self._variant(image, variant)
+            if made is None:
                 return False
-            image, offset = aligned, offset + lead_bytes
+            image, offset = made, variant.offset_bytes(offset)
             if self._is_there_already(dst, src, image, offset):
                 return self._shows(dst, size)
         if not self._is_replaceable(dst, size):
@@ -227,15 +238,28 @@ class _Call:
         self._count(size)
         return True
 
-    def _aligned_image(self, image: arenas.Image, lead_bytes: int) -> arenas.Image | None:
-        """Return an image that has this tensor's bytes aligned; None where they must be copied."""
-        key = (image, lead_bytes)
-        if key not in self._aligned:
-            self._aligned[key] = None
-            # An ordinary file needs only one shift. Asking takes as long as copying 2 MB.
-            if image.size_bytes >= _ALIGNED_FROM_BYTES and len(self._aligned) <= _SHIFTS_LIMIT:
-                self._aligned[key] = aligned_image(image, lead_bytes)
-        return self._aligned[key]
+    def _variant(self, image: arenas.Image, variant: Variant) -> arenas.Image | None:
+        """Return a variant of an image; None where its bytes must be copied."""
+        key = (image, variant)
+        if key not in self._variants:
+            self._variants[key] = None
+            # An ordinary file needs only one. Asking takes as long as copying 2 MB.
+            if (
+                image.size_bytes >= _VARIANTS_FROM_BYTES
+                and len(self._variants) <= _VARIANTS_LIMIT
+                and (not variant.widened or self._is_mostly(image, variant.widened))
+            ):
+                self._variants[key] = variant_image(image, variant)
+        return self._variants[key]
+
+    def _is_mostly(self, image: arenas.Image, numbers: str) -> bool:
+        """Whether most of an image are entries of this dtype: all of it would be widened."""
+        dtype, size = getattr(torch, numbers), 0
+        for value in self._state_dict.values():
+            if type(value) in PLAIN_TYPES and value.dtype is dtype and value.is_contiguous():
+                found = arenas.find(value.data_ptr(), value.nbytes)
+                size += value.nbytes if found is not None and found[0] is image else 0
+        return 2 * size > image.size_bytes
 
     def _count(self, size: int) -> None:
         self._elided_copies += 1
@@ -245,7 +269,7 @@ class _Call:
         self, dst: torch.Tensor, src: torch.Tensor, image: arenas.Image, offset: int
     ) -> bool:
         """Whether ``dst`` already shows these bytes of the image: tied entries, a second load."""
-        size = src.nbytes
+        size = dst.nbytes
         if arenas.find(dst.data_ptr(), size) != (image, offset):
             return False
         if self._is_blind():

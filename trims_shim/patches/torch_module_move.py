@@ -96,6 +96,9 @@ class Sources:
         if found is None:
             return None
         image, offset_bytes = found
+        if image.original is not None and image.original.variant.widened:
+            torch_device.skip("widened", what="a tensor that is moved")
+            return None
         if not self._is_unwritten(image, offset_bytes, address, size_bytes):
             torch_device.skip("written", what="a tensor that is moved")
             return None
@@ -103,7 +106,7 @@ class Sources:
         if arena is None:
             return None
         if image.original is not None:
-            offset_bytes -= image.original.lead_bytes
+            offset_bytes -= image.original.variant.lead_bytes
         offset = torch_device.record_of(arena, offset_bytes, size_bytes)
         return None if offset is None else (arena, offset)
 

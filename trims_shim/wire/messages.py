@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from trims_shim.specs import Identity
+from trims_shim.specs import Identity, Variant
 
 __all__ = [
     "ALIGNMENT_BYTES",
@@ -49,7 +49,7 @@ __all__ = [
     "Welcome",
 ]
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Raised with every change that an older peer would misread; tests/wire guards the golden bytes."""
 
 CONTROL_MESSAGE_LIMIT_BYTES = 1 << 20
@@ -83,15 +83,15 @@ class FileOffer(NamedTuple):
     """Carries an open, readable descriptor of a model file; the request quotes ``ticket``.
 
     With a ``tier``, which is ``host`` or the id of a device, it asks for the image of the file: one
-    that is resident there is leased at once; answered by OfferReply. On the host tier the image may
-    begin with ``lead_bytes`` zeros (fewer than 64), so that tensors unaligned in the file are
-    aligned in it. ``name`` is for people, and may be cut short to fit the packet.
+    that is resident there is leased at once; answered by OfferReply. On the host tier it may be a
+    ``variant`` of the file, with fewer than 64 ``lead_bytes`` (even where numbers are widened).
+    ``name`` is for people, and may be cut short to fit the packet.
     """
 
     ticket: int
     tier: str = ""
     name: str = ""
-    lead_bytes: int = 0
+    variant: Variant = Variant(0)
 
 
 class LeaseRelease(NamedTuple):
@@ -155,7 +155,7 @@ class OfferReply(NamedTuple):
     """Answers a FileOffer that names a tier, after the grants for the leased image.
 
     ``opened`` is None where the image is not resident: the offer stands, for OpenImageRequest. An
-    offer with ``lead_bytes`` stands only where the image ``is_loading``.
+    offer for a variant stands only where the image ``is_loading``.
     """
 
     ticket: int

@@ -1,4 +1,4 @@
-"""The same bytes behind a few zeros: loaded for the second that asks, shared from then on."""
+"""Variants of images, aligned and widened: made for the second that asks, shared from then on."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from harness import World, content, open_path, wait_until
 from trims_shim.client.arenas import Arena, Image
 from trims_shim.client.cache import Cache
 from trims_shim.errors import AccessDenied, DaemonUnavailable
+from trims_shim.specs import Variant
 from trims_shim.wire import messages
 
 LEAD_BYTES = 56
+LED = Variant(LEAD_BYTES)
 SIZE_BYTES = 3 << 20
 
 
@@ -25,14 +27,14 @@ def opened(world: World, cache: Cache, name: str = "") -> Arena:
 
 def until_aligned(cache: Cache, image: Image) -> Image:
     """Ask as loads do, until one gets it."""
-    found: Image = wait_until(lambda: cache.aligned(image, LEAD_BYTES), "an aligned image")
+    found: Image = wait_until(lambda: cache.variant(image, LED), "an aligned image")
     return found
 
 
 def test_the_second_that_asks_has_it_loaded(running: World) -> None:
     cache = running.cache()
     arena = opened(running, cache)
-    assert cache.aligned(arena.image, LEAD_BYTES) is None
+    assert cache.variant(arena.image, LED) is None
     assert len(running.status().images) == 1, "one process alone pays no second image"
     image = until_aligned(cache, arena.image)
     whole = bytes(LEAD_BYTES) + content(1, SIZE_BYTES)
@@ -41,16 +43,31 @@ def test_the_second_that_asks_has_it_loaded(running: World) -> None:
     assert [each.size_bytes for each in running.status().images] == [len(whole), SIZE_BYTES]
 
 
+def test_widened_numbers(running: World) -> None:
+    """Behind zeros, too, as those of a safetensors file."""
+    variant = Variant(6, "bfloat16")
+    cache, path = running.cache(), running.file(1, SIZE_BYTES)
+    arena = opened(running, cache, path)
+    image: Image = wait_until(lambda: cache.variant(arena.image, variant), "a widened image")
+    whole = bytearray(12 + 2 * SIZE_BYTES)
+    whole[14::4] = content(1, SIZE_BYTES)[0::2]
+    whole[15::4] = content(1, SIZE_BYTES)[1::2]
+    assert bytes(memoryview(image.map().buffer)) == whole
+    assert image.digest == blake3(whole).hexdigest()
+    (row,) = [each for each in running.status().images if each.digest == image.digest]
+    assert list(row.names) == [f"{path} (float32)"]
+
+
 def test_others_share_it_and_it_goes_with_its_users(running: World) -> None:
     path = running.file(1, SIZE_BYTES)
     first = running.cache()
     arena = opened(running, first, path)
     image = until_aligned(first, arena.image)
-    assert first.aligned(arena.image, LEAD_BYTES) is image, "of one process once"
+    assert first.variant(arena.image, LED) is image, "of one process once"
     other = running.cache()
     theirs = opened(running, other, path)
     misses = running.status().counters["open_miss"]
-    assert other.aligned(theirs.image, LEAD_BYTES) is not None
+    assert other.variant(theirs.image, LED) is not None
     assert running.status().counters["open_miss"] == misses, "its identity is settled at once"
     (row,) = [each for each in running.status().images if each.digest == image.digest]
     assert list(row.names) == [f"{path} (aligned)"]
@@ -64,7 +81,7 @@ def test_askers_during_the_load_wait_for_it(running: World) -> None:
     children = [
         running.spawn(
             f"arena = open_file({path!r})\nsay('ready')\nhear()\n"
-            f"found = cache().aligned(arena.image, {LEAD_BYTES})\n"
+            f"found = cache().variant(arena.image, Variant({LEAD_BYTES}))\n"
             "say(found is not None)\nhear()\n"
         )
         for _ in range(4)
@@ -94,7 +111,7 @@ def test_leads_that_make_no_sense_are_refused(running: World, tier: str, lead: i
 
 
 def _request(connection: Any, descriptor: int, tier: str, lead: int) -> None:
-    connection._send_handover(messages.FileOffer(1, tier, "m", lead), descriptor)
+    connection._send_handover(messages.FileOffer(1, tier, "m", Variant(lead)), descriptor)
     connection.request(messages.OpenImageRequest(1))
 
 
@@ -104,7 +121,7 @@ def test_without_room_bytes_are_copied(make_world: Any) -> None:
     cache = world.cache()
     arena = opened(world, cache)
     for _ in range(3):
-        assert cache.aligned(arena.image, LEAD_BYTES) is None
+        assert cache.variant(arena.image, LED) is None
     assert len(world.status().images) == 1
 
 
@@ -113,7 +130,7 @@ def test_a_daemon_that_is_gone_is_not_started_for_it(running: World) -> None:
     arena = opened(running, cache)
     running.kill_daemon()
     with pytest.raises(DaemonUnavailable):
-        cache.aligned(arena.image, LEAD_BYTES)
+        cache.variant(arena.image, LED)
     with contextlib.suppress(FileNotFoundError):
         assert running.processes() == []
 
@@ -166,3 +183,44 @@ def test_load_state_dict_of_an_unaligned_file_ends_without_a_copy(running: World
     assert off
     assert shared == 6, "of load_state_dict, and of load_model"
     assert are_aligned
+
+
+WIDENING = """
+import torch
+from safetensors.torch import load_file, save_file
+path, numbers = {path!r}, torch.{numbers}
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(5)])
+narrow = {{name: value.to(numbers) for name, value in model().state_dict().items()}}
+narrow['0.bias'][:4] = torch.tensor([float('nan'), float('-inf'), -0.0, 1e-7])
+torch.save(narrow, path) if path.endswith('.pt') else save_file(narrow, path)
+load = torch.load if path.endswith('.pt') else load_file
+shared = 0
+deadline = time.monotonic() + 60
+while not shared and time.monotonic() < deadline:
+    loaded = model()
+    loaded.load_state_dict(load(path))
+    for name, value in loaded.state_dict().items():
+        assert value.dtype == torch.float32
+        expected = narrow[name].float()
+        assert torch.equal(value.view(torch.int32), expected.view(torch.int32)), name
+    shared = sum(not each.untyped_storage().resizable() for each in loaded.parameters())
+state = load(path)
+state['0.weight'].zero_()
+again = model()
+again.load_state_dict(state)
+assert not again[0].weight.any(), 'what was written is copied'
+assert torch.equal(loaded[0].weight, narrow['0.weight'].float()), 'the state dict reaches the model'
+say([shared, {{each.data_ptr() % 64 for each in loaded.parameters()}} == {{0}}])
+"""
+
+
+@pytest.mark.parametrize("numbers", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+def test_load_state_dict_into_float32_ends_without_a_copy(
+    running: World, name: str, numbers: str
+) -> None:
+    """With the bits of a copy, and as independent as one."""
+    script = WIDENING.format(path=os.path.join(running.root, name), numbers=numbers)
+    assert running.run(script, timeout_s=120) == [5, True]
