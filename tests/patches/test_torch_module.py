@@ -320,8 +320,8 @@ def test_what_was_written_since_is_copied_to(prepare: Callable[..., None], is_to
     module, state = weight(), cached({"weight": torch.randn(ROWS, COLUMNS)})
     prepare(module)
     module.load_state_dict(state)
-    address = module.weight.data_ptr()
     for count in range(3):
+        address = module.weight.data_ptr()
         with torch.no_grad():
             module.weight[0, count] = 7
         module.load_state_dict(state)
