@@ -24,6 +24,7 @@ class Recorder:
     def __init__(self, sizes: Sizes) -> None:
         self.memory = bytearray(sizes.slots * sizes.chunk_bytes)
         self.offsets: list[int] = []
+        self.sizes_bytes: list[int] = []
         self.ends: list[str] = []
         self.slowest_s = 0.0005
 
@@ -36,6 +37,7 @@ class Recorder:
     def process(self, chunk: Chunk) -> None:
         time.sleep(random.random() * self.slowest_s)
         self.offsets.append(chunk.offset)
+        self.sizes_bytes.append(len(chunk.part))
         for index in range(len(chunk.part)):
             chunk.part[index] = (chunk.offset + index) % 251
 
@@ -68,6 +70,7 @@ def test_in_order(threads: int, slots: int, total: int) -> None:
     step = Recorder(sizes)
     assert read_all(transfer(step, sizes, threads)) == bytes(index % 251 for index in range(total))
     assert sorted(step.offsets) == list(range(0, total, CHUNK))
+    assert sum(step.sizes_bytes) == total, "nothing behind the end of the memory is written"
     assert step.ends == ["drain", "close"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -247,6 +248,28 @@ def test_without_the_ioctl_the_entries_are_read(
 def test_the_request_is_that_of_the_kernels_header() -> None:
     """With a wrong one all would go well, but slowly: by the entries."""
     assert pages._SCAN_REQUEST == 0xC0606610
+
+
+def test_what_is_asked_is_what_the_kernels_header_calls_so(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few machines swap, and only there would it be seen that swapped pages are looked for."""
+    asked: list[tuple[int, ...]] = []
+
+    def ioctl(_descriptor: int, _request: int, argument: bytearray, *_: object) -> int:
+        asked.append(struct.unpack("=12Q", argument))
+        return 0
+
+    with PageScanner() as scanner:
+        monkeypatch.setattr(scanner, "_has_ioctl", True)
+        monkeypatch.setattr(pages.fcntl, "ioctl", ioctl)
+        scanner.is_pristine(arena.address + 1, PAGE_BYTES)
+    ((size, flags, start, end, _, _, regions, most, inverted, needed, any_of, reported),) = asked
+    assert (size, flags, regions, most) == (96, 0, 1, 1)
+    assert (start, end) == (arena.address, arena.address + 2 * PAGE_BYTES)
+    file, present_or_swapped = 4, 8 | 16
+    assert (inverted, needed) == (file, file)
+    assert (any_of, reported) == (present_or_swapped, present_or_swapped)
 
 
 def test_a_scan_that_ends_early_has_not_seen_all(

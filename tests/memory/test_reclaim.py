@@ -190,6 +190,20 @@ def test_a_signal_handler_may_fork_in_the_middle() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
 
 
+def test_a_fork_hurries_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reclaim, "GRACE_S", PATIENCE_S)
+    monkeypatch.setattr(reclaim, "FORK_PATIENCE_S", PATIENCE_S / 2)
+    monkeypatch.setattr(reclaim.sys, "_current_exceptions", lambda: {-1: None})  # another thread
+    owner = Owner()
+    try:
+        reclaim.retire([reclaim.RetiredBlock(object(), owner.address, SIZE_BYTES)])
+        assert passes_in_child(lambda: True)
+        assert not reclaim._batches
+        assert owner.memory[:] == bytes(SIZE_BYTES)
+    finally:
+        reclaim._is_hurried = True  # if it has failed, for the tests after it
+
+
 def test_a_forked_child_drops_what_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[object, ...]] = []
     monkeypatch.setattr(
