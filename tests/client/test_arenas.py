@@ -119,6 +119,18 @@ def test_an_image_that_cannot_be_mapped(held: Held) -> None:
         held.image.map()
 
 
+def test_a_number_that_means_another_file_by_now_is_not_mapped(held: Held) -> None:
+    other = os.memfd_create("another")
+    os.write(other, CONTENT[::-1])
+    os.dup2(other, held.descriptor)
+    try:
+        with pytest.raises(MemoryFailure, match="descriptor is closed"):
+            held.map()
+    finally:
+        os.close(other)
+        os.close(held.descriptor)
+
+
 def test_an_interrupt_while_it_is_indexed(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found: the index kept the image, and the mapping, for ever."""
     before, add = set(arenas._index._entries), arenas._index.add

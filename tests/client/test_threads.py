@@ -43,6 +43,13 @@ def test_as_many_as_are_asked_for(
     assert threads._locks == []
 
 
+def test_they_are_there_at_the_same_time() -> None:
+    """One after the other, any number could start under any limit."""
+    before = set(os.listdir("/proc/self/task"))
+    with threads._waiting(3):
+        assert len(set(os.listdir("/proc/self/task")) - before) >= 3
+
+
 class Interrupted(Limited):
     """The last thread that it starts is the last call: an interrupt follows."""
 
