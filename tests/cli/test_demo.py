@@ -240,6 +240,16 @@ def test_what_a_process_shares_is_what_it_has_mapped_and_not_written(tmp_path: P
         os.close(memory)
 
 
+def test_small_files_that_are_deleted_are_no_part_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As are the libraries of a package that was upgraded under a program."""
+    (tmp_path / "model.pt").write_bytes(bytes(100))
+    monkeypatch.setattr(demo, "_shared_by_segment", lambda _: {"0:7": 95, "0:8": 40})
+    (run,) = demo._observe([replace(LATER, pid=os.getpid())], demo._Place(tmp_path, tmp_path, 1))
+    assert (run.segments, run.shared_fraction) == (("0:7",), 0.95)
+
+
 MEMORY_OF_ITS_OWN = """
 import json, mmap, os
 from trims_shim.cli import demo
