@@ -11,6 +11,7 @@ import time
 import types
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,6 +52,8 @@ class StubLine:
         self.welcome = WELCOME
         self.answer = answer
         self.is_open = True
+        self.is_closed = False
+        self.is_current = True
         self.may_go_on = False
         self.reported: dict[str, int] = {}
 
@@ -77,10 +80,11 @@ class StubLine:
         return self.is_open
 
     def is_replaced(self) -> bool:
-        return False
+        return not self.is_current
 
     def close(self) -> None:
         self.is_open = False
+        self.is_closed = True
 
 
 class Dialled:
@@ -227,7 +231,17 @@ def test_a_line_that_ended_meanwhile_is_replaced() -> None:
     dialled.cache.request(1)
     dialled.lines[0].is_open = False
     dialled.cache.request(2)
-    assert len(dialled.lines) == 2
+    assert [line.is_closed for line in dialled.lines] == [True, False]
+
+
+def test_a_line_to_a_daemon_that_was_replaced_is_kept_for_its_leases() -> None:
+    dialled = Dialled(lambda message: message)
+    dialled.cache.request(1)
+    dialled.lines[0].is_current = False
+    dialled.cache.request(2)
+    assert [line.is_closed for line in dialled.lines] == [False, False]
+    dialled.cache.close()
+    assert [line.is_closed for line in dialled.lines] == [True, True]
 
 
 @pytest.mark.parametrize("error", [UnknownImage("no"), UnsupportedFormat("no model")])
@@ -677,6 +691,41 @@ def test_an_older_daemon_that_may_not_be_replaced_is_not_waited_for(
         "let its user run `trims stop`"
     ]
     assert heard == ["Hello", "Hello", "Hello", "DrainRequest", "Hello"]
+
+
+@pytest.mark.parametrize(
+    ("package", "patience_s", "looks", "drains", "error"),
+    [
+        ("0.0.1", 60.0, 3, 1, None),
+        ("0.0.1", 0.0, sys.maxsize, 1, "does not make room; let its user run `trims stop`"),
+        (trims_shim.__version__, 60.0, sys.maxsize, 0, None),
+    ],
+    ids=["ends soon", "stays", "has been replaced by another process"],
+)
+def test_an_older_daemon_is_drained_and_waited_for(
+    socket_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    package: str,
+    patience_s: float,
+    looks: int,
+    drains: int,
+    error: str | None,
+) -> None:
+    monkeypatch.setattr(pool, "_DRAIN_PATIENCE_S", patience_s)
+    cache = Cache(config.load({}, socket_dir=str(socket_directory)))
+    Path(cache.endpoint.handover).touch()
+    called: list[str] = []
+    line = SimpleNamespace(
+        welcome=WELCOME._replace(package=package),
+        drain=lambda: called.append("drain"),
+        is_alive=lambda: called.append("look") or called.count("look") < looks,
+        close=lambda: called.append("close"),
+    )
+    monkeypatch.setattr(cache._pool, "_dial", lambda check: line)
+    expected = pytest.raises(IncompatibleDaemon, match=error) if error else contextlib.nullcontext()
+    with expected:
+        cache._pool._replace()
+    assert (called.count("drain"), called[-1]) == (drains, "close")
 
 
 def test_a_daemon_that_dies_before_its_welcome_has_a_successor(

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from harness import PATIENCE_S, wait_until
@@ -77,6 +78,24 @@ def test_what_is_retired_while_it_drops() -> None:
     second = Thing()
     first = Thing()
     first.on_drop = lambda: reaper.retire(second)
+    reaper.retire(first)
+    wait_until(lambda: second.drops == 1, "the second dropped")
+    assert first.drops == 1
+
+
+def test_what_is_retired_after_the_last_look() -> None:
+    """The thread that ends is still there, so that the retirement starts none."""
+    reaper: Reaper[Thing] = Reaper(idle)
+    first, second = Thing(), Thing()
+    late, lock = [second], reaper._is_running
+
+    def release() -> None:
+        if late:
+            reaper.retire(late.pop())
+        lock.release()
+
+    running: Any = SimpleNamespace(acquire=lock.acquire, locked=lock.locked, release=release)
+    reaper._is_running = running
     reaper.retire(first)
     wait_until(lambda: second.drops == 1, "the second dropped")
     assert first.drops == 1

@@ -147,6 +147,25 @@ def test_one_thread_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         other.join(PATIENCE_S)
 
 
+def test_what_is_retired_after_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that ends is still there, so that this starts none."""
+    first, second = Owner(), Owner()
+    late, lock = [second], threading.Lock()
+
+    def release() -> None:
+        if late:
+            address = late.pop().address
+            reclaim.retire([reclaim.RetiredBlock(object(), address, SIZE_BYTES)])
+        lock.release()
+
+    monkeypatch.setattr(
+        reclaim, "_is_running", SimpleNamespace(acquire=lock.acquire, release=release)
+    )
+    reclaim.retire([reclaim.RetiredBlock(object(), first.address, SIZE_BYTES)])
+    wait_until(lambda: second.memory[0] == 0)
+    wait_until(lambda: not lock.locked() and not reclaim._batches)
+
+
 def test_its_own_thread_is_no_reason_to_wait() -> None:
     """Else a program without threads that loads in a loop keeps a second's worth of memory."""
     code = (
