@@ -53,6 +53,7 @@ def test_what_is_printed_of_a_daemon(warmed: Trims) -> None:
     assert found["trims_cache_image_moves_total{loaded}"] == 1
     assert found["trims_cache_shared_bytes_total"] == MODEL_BYTES
     assert found["trims_cache_errors_total"] == 0
+    assert abs(found["trims_cache_start_time_seconds"] - time.time()) < 86400
     assert [found[name] for name in found if name.startswith("trims_cache_info{")] == [1]
     assert "bert.safetensors" not in done.stdout
 

@@ -51,6 +51,12 @@ def test_what_is_warmed_is_no_load_of_a_framework(warmed: Trims) -> None:
     assert "prepared  no ONNX model yet; " in shown
 
 
+def test_what_a_daemon_has_not_counted_is_zero() -> None:
+    found = status.loads({})
+    assert found["opens"] == {"hits": 0, "misses": 0, "joined": 0, "refused": 0}
+    assert found["clients_reported"]["bytes_shared"] == 0
+
+
 def test_lines_of_many_reasons_fit_a_terminal(warmed: Trims) -> None:
     counts = {f"fallback:a_reason_{number}": number for number in range(1, 9)}
     with handover.new_socket() as client:
