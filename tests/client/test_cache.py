@@ -18,7 +18,7 @@ import pytest
 from harness import PATIENCE_S
 
 import trims_shim
-from trims_shim import config
+from trims_shim import config, diagnostics
 from trims_shim.client import cache as caches
 from trims_shim.client import device_arenas, pool
 from trims_shim.client.arenas import Image
@@ -552,7 +552,9 @@ def test_a_load_that_stalls_is_no_reason_to_ask_for_no_other(socket_directory: P
 def test_at_exit_counters_are_reported() -> None:
     dialled = Dialled(lambda message: message)
     dialled.cache.request(1)
+    diagnostics.count("a_test", "ends", amount=3)
     dialled.cache.close()
+    assert dialled.lines[0].reported["a_test:ends"] == 3
     assert not dialled.lines[0].is_open
 
 
