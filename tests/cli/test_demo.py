@@ -124,6 +124,15 @@ def test_a_closed_terminal_ends_it_as_well_but_not_under_nohup() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+def test_a_program_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "_STOP_DEADLINE_S", 0.05)
+    process = subprocess.Popen(
+        ["sleep", "60"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    demo._end(process)
+    assert process.returncode == -signal.SIGKILL
+
+
 def test_what_was_made_goes_also_if_the_end_is_interrupted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -193,6 +193,11 @@ def test_what_is_no_host(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"{host!r} cannot be the name of a host" in capsys.readouterr().err
 
 
+def test_an_address_of_ipv6_is_one_that_a_browser_takes() -> None:
+    assert metrics._address("::1", 80) == "[::1]:80"
+    assert metrics._address("localhost", 80) == "localhost:80"
+
+
 def test_devices_are_tiers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

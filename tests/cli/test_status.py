@@ -77,10 +77,11 @@ def test_the_images_used_last_are_shown(
     image = ImageStatus("", 1, 1, 0, False, 0, 0, 0, 1, ())
     images = tuple(image._replace(digest=f"{number:02}" * 32) for number in range(count))
     memory = MemoryStatus("memfd", "", 1 << 20, 0, 0, 0)
-    reply = GetStatusReply("1.0", 3, 7, 0, 0, 0.0, "", memory, images, (), {})
+    reply = GetStatusReply("1.0", 3, 7, 61 * 10**9, 121 * 10**9, 0.0, "", memory, images, (), {})
     monkeypatch.setattr(status, "ask", lambda: reply)
     assert main(["status"]) == Exit.OK
     shown = capsys.readouterr().out
+    assert shown.startswith("daemon    pid 7, trims_shim 1.0, up 1 min, stays\n")
     assert sum(f"{number:02}" * 6 in shown for number in range(count)) == 20
     assert shown.endswith(f"{more}\n0 clients\n")
     assert ("trims ls" in shown) == bool(more)
