@@ -48,6 +48,7 @@ _DTYPES = (
     *(torch.float64, torch.float16, torch.bfloat16, torch.complex64),
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
 )
+_STORED = (torch.float32, torch.float32, torch.float16, torch.bfloat16)
 _KEPT = {"values": 10, "dicts": 4, "modules": 4, "optimizers": 2}
 """How many of each a program holds; the oldest go."""
 
@@ -325,10 +326,11 @@ class Program:
             torch.manual_seed(self.random.randrange(1000))
             net = self.random.choice(_MODULES)()
             self._originals.append(net)
-            self._write(f"{number}.pt", saved(net.state_dict()))
+            stored = copy.deepcopy(net).to(self.random.choice(_STORED))
+            self._write(f"{number}.pt", saved(stored.state_dict()))
             self._write(
                 f"{number}.safetensors",
-                lambda path, net=net: safetensors.torch.save_model(net, str(path)),
+                lambda path, net=stored: safetensors.torch.save_model(net, str(path)),
             )
         optimizer = torch.optim.Adam(net.parameters())
         for parameter in net.parameters():
