@@ -319,7 +319,7 @@ class TestHolders:
         assert looked == ["applied", "fresh_library"]
         del sys.modules["fresh_library"]
 
-    def test_at_the_end_of_a_packages_import_only_it_is_looked_at(
+    def test_at_the_end_of_a_packages_import_older_modules_are_not_looked_at(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: Any
     ) -> None:
         """In a forked process, a look at all modules copies them."""
@@ -327,16 +327,20 @@ class TestHolders:
         package.mkdir()
         (package / "inner.py").write_text("def load(x): return x * 10")
         (package / "__init__.py").write_text(
-            f"import {holder.__name__} as holder; from .inner import load; holder.load = load"
+            f"import {holder.__name__} as holder; from .inner import load; holder.load = load\n"
+            "import fresh_plugin"
         )
+        (tmp_path / "fresh_plugin.py").write_text("from fresh_package.inner import load")
         monkeypatch.syspath_prepend(tmp_path)
         wanted = PatchPoint("fresh_package.inner:load", "1+", wrapped, has_holders=True)
         call_when_imported("fresh_package", lambda: apply(wanted))
         from fresh_package import load
 
         assert load(1) == ("ours", 10)
+        assert sys.modules["fresh_plugin"].load(1) == ("ours", 10), "the import brought it"
         assert holder.load(1) == 10
-        del sys.modules["fresh_package.inner"], sys.modules["fresh_package"]
+        for name in ("fresh_plugin", "fresh_package.inner", "fresh_package"):
+            del sys.modules[name]
 
     def test_not_without_being_asked(self, library: Any, holder: Any) -> None:
         original = library.load

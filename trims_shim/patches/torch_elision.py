@@ -254,11 +254,12 @@ class _Call:
 
     def _is_mostly(self, image: arenas.Image, numbers: str) -> bool:
         """Whether most of an image are entries of this dtype: all of it would be widened."""
-        dtype, size = getattr(torch, numbers), 0
-        for value in self._state_dict.values():
-            if type(value) in PLAIN_TYPES and value.dtype is dtype and value.is_contiguous():
-                found = arenas.find(value.data_ptr(), value.nbytes)
-                size += value.nbytes if found is not None and found[0] is image else 0
+        dtype = getattr(torch, numbers)
+        size: int = sum(
+            value.nbytes
+            for value in self._state_dict.values()
+            if _image_of(value) is image and value.dtype is dtype
+        )
         return 2 * size > image.size_bytes
 
     def _count(self, size: int) -> None:
@@ -388,14 +389,19 @@ def _holds_cached_bytes(state_dict: Any) -> bool:
     """
     if type(state_dict) not in PLAIN_DICTS or are_addresses_limited() or is_much():
         return False
-    return any(
+    return any(_image_of(value) is not None for value in state_dict.values())
+
+
+def _image_of(value: Any) -> arenas.Image | None:
+    """The image with the bytes of an entry, if there are enough of them."""
+    is_large = (
         type(value) in PLAIN_TYPES
         and value.layout is torch.strided
         and value.is_cpu
         and value.nbytes >= MIN_SIZE_BYTES
-        and arenas.find(value.data_ptr(), value.nbytes) is not None
-        for value in state_dict.values()
     )
+    found = arenas.find(value.data_ptr(), value.nbytes) if is_large else None
+    return None if found is None else found[0]
 
 
 def _is_ours(address: int, size_bytes: int) -> bool:
