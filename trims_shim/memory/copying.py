@@ -39,6 +39,7 @@ __all__ = [
     "RING_CHUNKS",
     "Engine",
     "Transfer",
+    "can_widen",
     "default_threads",
     "download",
     "engine",
@@ -46,6 +47,7 @@ __all__ = [
     "hasher",
     "kept_buffers",
     "upload",
+    "widen",
 ]
 
 CHUNK_BYTES = 4 << 20
