@@ -993,6 +993,27 @@ def test_numbers_are_converted_by_copies_where_the_kernel_does_not_tell(
     assert (asked, elided()) == ([], 0)
 
 
+@needs_extension
+def test_numbers_are_converted_by_copies_if_the_kernel_tells_no_more(
+    prepare: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compared with the result, which is twice as long, they would be read beyond their end."""
+    asked = make_variants(monkeypatch)
+
+    class Failing(pages.PageScanner):
+        def __init__(self) -> None:
+            super().__init__()
+            self._has_ioctl = False
+            monkeypatch.setattr(pages, "_PAGEMAP", "/proc/self/there-is-no-such-file")
+
+    monkeypatch.setattr(torch_elision, "PageScanner", Failing)
+    module, value = weight(), torch.ones(ROWS, COLUMNS).half()
+    prepare(module)
+    module.load_state_dict(cached({"weight": value}))
+    assert torch.equal(module.weight, value.float())
+    assert (asked, elided()) == ([], 0)
+
+
 @pytest.mark.parametrize("is_said", [True, False])
 def test_a_state_dict_that_the_caller_holds(is_said: bool, prepare: Callable[..., None]) -> None:
     """As safetensors' load_model does; of other aliases nobody knows what they are for."""

@@ -201,7 +201,10 @@ class _Call:
                 return False
             widened = _WIDENED[src.dtype]
         found = arenas.find(src.data_ptr(), src.nbytes)
-        if found is None or not (self._is_pristine(src, src.nbytes) or self._is_blind()):
+        if found is None:
+            return False
+        is_told = self._is_pristine(src, src.nbytes)  # which may just have made us blind
+        if not is_told and (widened or not self._is_blind()):
             return False
         image, offset = found
         if not widened and self._is_there_already(dst, src, image, offset):
@@ -224,7 +227,7 @@ class _Call:
         if not target.take(offset, offset + size):
             return False
         fresh = target.storage[offset : offset + size]
-        if self._is_blind() and not are_equal(src.data_ptr(), fresh.data_ptr(), size):
+        if not is_told and not are_equal(src.data_ptr(), fresh.data_ptr(), size):
             return False
         # Other threads ran during the system calls since, and may look at the memory by now.
         if not self._is_exclusive(dst, size):
