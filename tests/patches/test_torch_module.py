@@ -942,6 +942,20 @@ def test_numbers_of_16_bits_come_from_an_image_where_they_have_32(
     assert state["b.weight"].any()
 
 
+def test_a_model_in_many_files_has_variants_of_each(
+    prepare: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is for a file whose tensors are aligned in many ways."""
+    asked = make_variants(monkeypatch)
+    expected = {f"{n}.weight": torch.randn(ROWS, COLUMNS) for n in range(10)}
+    files = [cached({name: value}, shift=8) for name, value in expected.items()]
+    module = nn.Sequential(*(weight() for _ in expected))
+    prepare(module)
+    module.load_state_dict({name: value for file in files for name, value in file.items()})
+    assert_equal(module, expected)
+    assert elided() == len(asked) == len(expected)
+
+
 @needs_extension
 def test_numbers_that_are_a_small_part_of_an_image_are_not_widened_in_it(
     prepare: Callable[..., None], monkeypatch: pytest.MonkeyPatch

@@ -249,7 +249,7 @@ class _Call:
             # An ordinary file needs only one. Asking takes as long as copying 2 MB.
             if (
                 image.size_bytes >= _VARIANTS_FROM_BYTES
-                and len(self._variants) <= _VARIANTS_LIMIT
+                and sum(each is image for each, _ in self._variants) <= _VARIANTS_LIMIT
                 and (not variant.widened or self._is_mostly(image, variant.widened))
             ):
                 self._variants[key] = variant_image(image, variant)
