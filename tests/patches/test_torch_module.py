@@ -976,6 +976,21 @@ def test_numbers_that_are_a_small_part_of_an_image_are_not_widened_in_it(
 
 
 @needs_extension
+def test_tied_numbers_are_no_larger_part_of_an_image(
+    prepare: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = make_variants(monkeypatch)
+    module = nn.ModuleDict({"a": weight(), "b": weight(), "c": weight()})
+    module["c"].weight = module["b"].weight
+    prepare(module)
+    values = torch.randn(ROWS, COLUMNS), torch.randn(ROWS, COLUMNS).half()
+    state = cached(dict(zip(("a.weight", "b.weight"), values, strict=True)))  # a third of the bytes
+    module.load_state_dict({**state, "c.weight": state["b.weight"]})
+    assert torch.equal(module["b"].weight, values[1].float())
+    assert asked == []
+
+
+@needs_extension
 @pytest.mark.parametrize(
     ("narrow", "wide"),
     [(torch.float16, torch.float64), (torch.float32, torch.float16), (torch.int16, torch.float32)],

@@ -258,12 +258,12 @@ class _Call:
     def _is_mostly(self, image: arenas.Image, numbers: str) -> bool:
         """Whether most of an image are entries of this dtype: all of it would be widened."""
         dtype = getattr(torch, numbers)
-        size: int = sum(
-            value.nbytes
+        sizes: dict[int, int] = {  # tied entries once
+            value.data_ptr(): value.nbytes
             for value in self._state_dict.values()
             if _image_of(value) is image and value.dtype is dtype
-        )
-        return 2 * size > image.size_bytes
+        }
+        return 2 * sum(sizes.values()) > image.size_bytes
 
     def _count(self, size: int) -> None:
         self._elided_copies += 1
