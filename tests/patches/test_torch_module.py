@@ -976,6 +976,19 @@ def test_numbers_that_are_a_small_part_of_an_image_are_not_widened_in_it(
 
 
 @needs_extension
+def test_numbers_at_odd_offsets_are_not_asked_for(
+    prepare: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a safetensors file with a header of odd length; no daemon makes such an image."""
+    asked = make_variants(monkeypatch)
+    module, value = weight(), torch.randn(ROWS, COLUMNS).half()
+    prepare(module)
+    module.load_state_dict(cached({"weight": value}, shift=7))
+    assert torch.equal(module.weight, value.float())
+    assert asked == []
+
+
+@needs_extension
 def test_tied_numbers_are_no_larger_part_of_an_image(
     prepare: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -209,6 +209,8 @@ class _Call:
         image, offset = found
         if not widened and self._is_there_already(dst, src, image, offset):
             return self._shows(dst, size)
+        if widened and offset % 2:  # The daemon widens whole numbers only.
+            return False
         variant = Variant(-offset % ALIGNMENT_BYTES, widened)
         if any(variant):
             made = self._variant(image, variant)
