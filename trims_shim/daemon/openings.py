@@ -96,7 +96,7 @@ class Openings:
         """Images of the host tier that a device's load reads, by its number. They are held there
         until it has ended: dropped, their memory would be in no account."""
         self._asked: Recent[IdentityKey, float] = Recent(_ASKED_LIMIT)
-        """Images with a lead that were offered and not loaded, and when that was."""
+        """Variants that were offered and not loaded, and when that was."""
 
     def open(self, request: Request, message: messages.OpenImageRequest) -> None:
         """Take a request; it is answered now or later. Raises TrimsError instead of answering."""

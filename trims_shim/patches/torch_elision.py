@@ -197,7 +197,7 @@ class _Call:
             return False
         widened = ""
         if dst.dtype is not src.dtype:
-            if dst.dtype is not torch.float32 or src.dtype not in _WIDENED or self._is_blind():
+            if dst.dtype is not torch.float32 or src.dtype not in _WIDENED:
                 return False
             widened = _WIDENED[src.dtype]
         found = arenas.find(src.data_ptr(), src.nbytes)
