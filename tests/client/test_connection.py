@@ -380,6 +380,29 @@ def test_parts_of_a_load_that_stalls(daemon: Daemon) -> None:
         assert daemon.open_parts() == []
 
 
+def test_an_answer_that_came_while_this_process_was_stopped(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def turn(ticket: int) -> None:
+        daemon.reply(reply())
+        daemon.grant(ticket)
+
+    def wait_and_stop(poller: zmq.Poller, timeout_ms: int) -> Any:
+        ready = wait(poller, timeout_ms)
+        stopped_s.append(2 * PATIENCE_S)
+        return ready
+
+    stopped_s: list[float] = []
+    wait, now_s = zmq.Poller.poll, time.monotonic
+    with Opening(daemon, turn) as opening:
+        with monkeypatch.context() as patch:
+            patch.setattr(zmq.Poller, "poll", wait_and_stop)
+            patch.setattr(time, "monotonic", lambda: now_s() + sum(stopped_s))
+            granted = opening.open("host")
+        assert stopped_s
+        os.close(granted.descriptor)
+
+
 @pytest.mark.parametrize("is_answered", [False, True], ids=["stalled", "in the last moment"])
 def test_a_load_is_withdrawn(daemon: Daemon, is_answered: bool) -> None:
     """Its parts may still come; the next load is not confused by them."""

@@ -300,9 +300,11 @@ class Connection:
         poller.register(control.fileno(), zmq.POLLIN)
         poller.register(self._handover.fileno(), zmq.POLLIN)
         while True:
-            left = conversation.check_stall(time.monotonic())
             has_answer = int(control.getsockopt(zmq.EVENTS)) & zmq.POLLIN
-            ready = {} if has_answer else dict(poller.poll(int(left * 1000) + 1))
+            ready = {}
+            if not has_answer:  # One that is there is taken, also by a process that was stopped.
+                left = conversation.check_stall(time.monotonic())
+                ready = dict(poller.poll(int(left * 1000) + 1))
             self._check_process()
             if control.fileno() in ready:
                 continue
