@@ -4,6 +4,7 @@ opens its own, a fork finds no thread of ours, nothing hangs."""
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -327,6 +328,31 @@ def test_a_child_with_the_number_of_its_parent(running: World) -> None:
     if said == "refused":
         pytest.skip("no new PID namespaces")
     assert said == [1, [1, False, True], True]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_child_with_the_number_of_its_parent_that_changes_its_user(running: World) -> None:
+    said = running.run(
+        FORK + "import ctypes\n"
+        "def fork_apart(work):\n"
+        "  if ctypes.CDLL(None).unshare(0x20000000): return 'refused'\n"  # CLONE_NEWPID
+        "  return join(fork(work))\n"
+        "def inner():\n"
+        "  found = [cache() is parents[0]]\n"
+        "  os.seteuid(65534)\n"
+        "  return [*found, cache() is parents[1], cache() is cache()]\n"
+        "def outer():\n"
+        "  global parents\n"
+        "  parents = [cache()]\n"
+        "  os.seteuid(65534)\n"
+        "  parents.append(cache())\n"
+        "  os.seteuid(0)\n"
+        "  return fork_apart(inner)\n"
+        "say(fork_apart(outer))\n"
+    )
+    if said == "refused":
+        pytest.skip("no new PID namespaces")
+    assert said == [False, False, True]
 
 
 def test_a_fork_in_the_midst_of_a_load_leaves_the_collector_to_the_child(

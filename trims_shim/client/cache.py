@@ -437,10 +437,11 @@ def _install_hooks() -> None:
 
 def _after_fork_in_child() -> None:
     """Only forget."""
-    found = _held()
     # The first process of a PID namespace has the number of its parent, if that is one, too.
-    if found is not None and os.getppid() == 0:
-        _anew(found)
+    if os.getppid() == 0:
+        for each in list(_ours.values()):
+            each.pid = 0
+    _held()
     diagnostics.reset_after_fork()
 
 
