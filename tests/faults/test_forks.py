@@ -182,25 +182,27 @@ def test_a_child_that_is_forked_in_the_middle_of_a_load(running: World, then: st
     running.assert_account()
 
 
-def test_a_child_that_is_forked_while_the_daemon_reads(running: World) -> None:
-    """By a signal handler. Found: ZeroMQ waited for ever in the child."""
+@pytest.mark.parametrize("moment", ["zmq.Poller.poll", "connection.Conversation"])
+def test_a_child_that_is_forked_while_the_daemon_reads(running: World, moment: str) -> None:
+    """By a signal handler, or right before. Found: ZeroMQ waited for ever in the child."""
     said = running.run(
         f"one, two = {running.file(1)!r}, {running.file(2)!r}\n"
         "import zmq\n"
         "open_file(one)\n"
-        "wait, child = zmq.Poller.poll, []\n"
-        "def wait_and_fork(*arguments):\n"
-        "  zmq.Poller.poll = wait\n"
+        "from trims_shim.client import connection\n"
+        f"call, child = {moment}, []\n"
+        "def fork_and_call(*arguments, **more):\n"
+        f"  {moment} = call\n"
         "  child.append(os.fork())\n"
         "  if child[0] == 0: signal.alarm(15)\n"
         "  if child[0]: statuses.append(os.waitstatus_to_exitcode(os.waitpid(child[0], 0)[1]))\n"
-        "  return wait(*arguments)\n"
-        "statuses, zmq.Poller.poll = [], wait_and_fork\n"
+        "  return call(*arguments, **more)\n"
+        f"statuses, {moment} = [], fork_and_call\n"
         "try: found = data(open_file(two)) == open(two, 'rb').read()\n"
         "except errors.DaemonError: found = None\n"
         "if child[0] == 0: os._exit(7)\n"
         "say([statuses, found])\n",
-        stall_timeout="1",
+        stall_timeout="10",
     )
     assert said == [[7], True]
     running.assert_account()

@@ -292,6 +292,7 @@ class Connection:
         number = next(self._numbers)
         envelope = codec.Envelope(number, self.welcome.token, message)
         conversation = Conversation(number, time.monotonic(), stall_timeout_s=self._stall_timeout_s)
+        self._check_process()
         # On a socket of its own nothing is waiting to be sent: this never blocks.
         control.send(codec.encode_envelope(envelope), zmq.NOBLOCK)
         poller = zmq.Poller()
