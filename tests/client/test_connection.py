@@ -387,13 +387,20 @@ def test_an_answer_that_came_while_this_process_was_stopped(
         daemon.reply(reply())
         daemon.grant(ticket)
 
+    def exchange(connection: Connection, message: Any, control: zmq.Socket[bytes]) -> Any:
+        controls.append(control)
+        return original(connection, message, control)
+
     def wait_and_stop(poller: zmq.Poller, timeout_ms: int) -> Any:
         ready = wait(poller, timeout_ms)
-        stopped_s.append(2 * PATIENCE_S)
+        if int(controls[-1].getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # not only a greeting
+            stopped_s.append(2 * PATIENCE_S)
         return ready
 
     stopped_s: list[float] = []
-    wait, now_s = zmq.Poller.poll, time.monotonic
+    controls: list[zmq.Socket[bytes]] = []
+    wait, now_s, original = zmq.Poller.poll, time.monotonic, Connection._exchange
+    monkeypatch.setattr(Connection, "_exchange", exchange)
     with Opening(daemon, turn) as opening:
         with monkeypatch.context() as patch:
             patch.setattr(zmq.Poller, "poll", wait_and_stop)
