@@ -192,14 +192,9 @@ class _Call:
         return is_stock_copy(dst, src) and self._elide_in_host(dst, src)
 
     def _elide_in_host(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
-        size = dst.nbytes
-        if src.nbytes < MIN_SIZE_BYTES or not is_ordered_copy(dst, src):
+        size, widened = dst.nbytes, _widened(dst, src)
+        if src.nbytes < MIN_SIZE_BYTES or widened is None or not is_ordered_copy(dst, src):
             return False
-        widened = ""
-        if dst.dtype is not src.dtype:
-            if dst.dtype is not torch.float32 or src.dtype not in _WIDENED:
-                return False
-            widened = _WIDENED[src.dtype]
         found = arenas.find(src.data_ptr(), src.nbytes)
         if found is None:
             return False
@@ -407,6 +402,13 @@ def _image_of(value: Any) -> arenas.Image | None:
     )
     found = arenas.find(value.data_ptr(), value.nbytes) if is_large else None
     return None if found is None else found[0]
+
+
+def _widened(dst: torch.Tensor, src: torch.Tensor) -> str | None:
+    """The numbers that a copy widens, "" if it converts none; None if it converts otherwise."""
+    if dst.dtype is src.dtype:
+        return ""
+    return _WIDENED.get(src.dtype) if dst.dtype is torch.float32 else None
 
 
 def _is_ours(address: int, size_bytes: int) -> bool:
