@@ -178,7 +178,7 @@ class Connection:
             answer = self._answer_to_offer(parts)
             reply = answer.opened
             if reply is None:
-                if any(variant) and not answer.is_loading:
+                if variant != AS_IS and not answer.is_loading:
                     return None
                 reply = self._request(messages.OpenImageRequest(parts.ticket))
             descriptors = self._receive_parts(parts, _part_count(reply, tier), name)

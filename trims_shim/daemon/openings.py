@@ -56,7 +56,7 @@ from trims_shim.errors import (
 from trims_shim.memory import copying
 from trims_shim.memory.device import DeviceSegment
 from trims_shim.printable import printable
-from trims_shim.specs import HOST_TIER, WIDENED, Digest, Variant
+from trims_shim.specs import AS_IS, HOST_TIER, WIDENED, Digest, Variant
 from trims_shim.wire import messages
 
 __all__ = ["Openings"]
@@ -126,7 +126,7 @@ class Openings:
         tier = self._tiers.ready(offer.tier)
         opening = None if tier is None else self._resident(request, offer, tier)
         if tier is None or opening is None:
-            is_loading = any(offer.variant) and self._consider(request, offer)
+            is_loading = offer.variant != AS_IS and self._consider(request, offer)
             self._front.answer(request, messages.OfferReply(offer.ticket, is_loading=is_loading))
             return
         taken = self._front.take_offer(request, offer.ticket)
@@ -486,7 +486,7 @@ class Openings:
 def _opening(request: Request, offer: Offer) -> Opening:
     identity, asked = offer.identity(), offer.message
     name, variant = asked.name, asked.variant
-    if any(variant) and not (asked.tier == HOST_TIER and _is_made(variant)):
+    if variant != AS_IS and not (asked.tier == HOST_TIER and _is_made(variant)):
         how = f" is widened from {variant.widened[:20]!r} and" if variant.widened else ""
         raise AccessDenied(
             f"no image at {asked.tier[:80]!r}{how} has {variant.lead_bytes} bytes before the file"

@@ -75,7 +75,7 @@ from trims_shim.patches.torch_stock_load import (
     stock_pairs,
 )
 from trims_shim.patches.torch_storage import storage_of
-from trims_shim.specs import WIDENED, Variant
+from trims_shim.specs import AS_IS, WIDENED, Variant
 
 __all__ = ["ALIGNMENT_BYTES", "MIN_SIZE_BYTES", "load", "make_resizable"]
 
@@ -207,7 +207,7 @@ class _Call:
         if widened and offset % 2:  # The daemon widens whole numbers only.
             return False
         variant = Variant(-offset % ALIGNMENT_BYTES, widened)
-        if any(variant):
+        if variant != AS_IS:
             made = self._variant(image, variant)
             if made is None:
                 return False
