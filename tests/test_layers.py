@@ -66,7 +66,7 @@ LAYERS = (
     ("client.descriptors", "client.threads"),
     ("client.addresses", "client.arenas", "client.connection", "client.reaper", "client.spawn"),
     ("client.pool", "client.prepared"),
-    ("client.device_arenas",),
+    ("client.device_arenas", "client.write_check"),
     ("daemon.clock", "daemon.descriptors", "daemon.logs", "daemon.offers"),
     ("daemon.connections",),
     ("daemon.background", "daemon.file_systems"),

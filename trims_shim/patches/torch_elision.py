@@ -2,13 +2,11 @@
 
 Instead of ``parameter.copy_(entry)``, the parameter's storage takes over a slice of a fresh private
 mapping of the image in which the entry lies. Both sides stay independent, as after a copy, because
-both are copy-on-write mappings of immutable bytes; nothing is read and nothing is written. Each
-call maps one arena for each image, and gives each byte of it to one parameter only.
+both are copy-on-write mappings of immutable bytes; nothing is read and nothing is written.
 
-Bytes off a 64-byte border of the file, as in most safetensors files, are taken from a second image
-with the same bytes after some zeros, so that kernels see the alignment of a copy. Numbers of 16
-bits for parameters of 32 are taken from one in which they are widened, which is exact. The daemon
-makes such a variant at the second request for it; until then the bytes are copied.
+Bytes off a 64-byte border of the file, and numbers of 16 bits for parameters of 32, come from other
+images than the source's (:meth:`.torch_mappings.FreshMappings.image_for`); until there is one, they
+are copied.
 
 A copy is elided only where the result cannot be told from a copy's:
 
@@ -22,28 +20,27 @@ A copy is elided only where the result cannot be told from a copy's:
 - the destination: a parameter or buffer of the module tree that is all of its storage and that
   nothing else can reach (:func:`is_exclusive`), in memory of torch's allocator or of an earlier
   elision and not written since;
-- the source: at least 64 KiB inside a live arena, and pristine. Where the kernel does not tell, its
-  bytes are compared with those that the destination would get: that reads what a copy would read,
-  but writes nothing, and leaves one copy in memory.
+- the source: at least 64 KiB inside a live arena, and not written since.
+
+What was written the kernel tells (:class:`.write_check.WriteCheck`). Where it does not, bytes are
+compared: that reads what a copy would read, but writes nothing, and leaves one copy in memory.
 
 :mod:`.torch_device_elision` is asked first; it elides copies within a device and onto one.
 
 Some differences from a copy remain. The parameter's memory is elsewhere, so an address kept as a
 number (``data_ptr()``, ctypes, registered I/O) is stale; a copy would have kept it valid. A storage
-in an image is not resizable, and gets other memory when it is resized (:func:`make_resizable`). The
-first write to a page costs a page fault.
+in an image is not resizable, and gets other memory when it is resized
+(:func:`.torch_mappings.make_resizable`). The first write to a page costs a page fault.
 """
 
 from __future__ import annotations
 
-import ctypes
 import enum
 import logging
-import weakref
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
@@ -51,14 +48,12 @@ from torch.overrides import TorchFunctionMode
 
 from trims_shim import diagnostics
 from trims_shim.client import arenas
+from trims_shim.client.write_check import WriteCheck
 from trims_shim.memory.mapping import are_addresses_limited
-from trims_shim.memory.pages import PageScanner, are_equal
 from trims_shim.memory.reclaim import RetiredBlock, is_much, retire
 from trims_shim.patches import torch_device, torch_repoint, torch_unshare
-from trims_shim.patches.asking import variant_image
 from trims_shim.patches.torch_copies import (
     PLAIN_TYPES,
-    has_views,
     held_aliases,
     is_exclusive,
     is_ordered_copy,
@@ -67,33 +62,18 @@ from trims_shim.patches.torch_copies import (
     is_watched,
 )
 from trims_shim.patches.torch_device_elision import Adopter, adopter_for
-from trims_shim.patches.torch_modes import has_foreign_mode, unseen
+from trims_shim.patches.torch_mappings import MIN_SIZE_BYTES, FreshMappings, is_fresh, widened
+from trims_shim.patches.torch_modes import has_foreign_mode
 from trims_shim.patches.torch_stock_load import (
     PLAIN_DICTS,
     is_torchs_own,
     registered,
     stock_pairs,
 )
-from trims_shim.patches.torch_storage import storage_of
-from trims_shim.specs import AS_IS, WIDENED, Variant
 
-__all__ = ["ALIGNMENT_BYTES", "MIN_SIZE_BYTES", "load", "make_resizable"]
+__all__ = ["load"]
 
-MIN_SIZE_BYTES = 64 << 10
-"""Below this a copy is as cheap as the checks."""
-ALIGNMENT_BYTES = 64
-"""The alignment of torch's allocator. Kernels choose their loops by alignment: with MKL on x86-64 a
-matrix at 8 modulo 16 gives other last bits than the same matrix at 0."""
-
-_VARIANTS_FROM_BYTES = 8 << 20
-_VARIANTS_LIMIT = 8
-_WIDENED = {getattr(torch, name): name for name in WIDENED}
 _COPY = torch.Tensor.copy_
-
-_own_arenas: weakref.WeakValueDictionary[int, ctypes.Array[ctypes.c_char]] = (
-    weakref.WeakValueDictionary()
-)
-"""Arenas mapped here, by address. Only parameters hold slices of them, each a slice of its own."""
 
 
 class _Way(enum.Enum):
@@ -123,15 +103,13 @@ def load(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 class _Call:
-    """One load_state_dict: its arenas, its scanner, and the memory it replaced."""
+    """One load_state_dict: its mappings, and the memory it replaced."""
 
     def __init__(self) -> None:
         self.destinations: dict[int, torch.Tensor] = {}
         self._adopter: Adopter | None = None
-        self._scanner: PageScanner | None = None
-        self._targets: dict[arenas.Image, _Target] = {}
-        self._variants: dict[tuple[arenas.Image, Variant], arenas.Image | None] = {}
-        self._state_dict: Any = None
+        self._write_check: WriteCheck | None = None
+        self._mappings: FreshMappings | None = None
         self._aliases: Counter[int] = Counter()
         self._replaced: list[RetiredBlock] = []
         self._elided_copies = 0
@@ -145,7 +123,8 @@ class _Call:
             self._adopter = adopter_for(module, state_dict)
             if self.is_watched() or not (self._adopter or _holds_cached_bytes(state_dict)):
                 return _Way.TORCHS_OWN
-            self._scanner, self._state_dict = PageScanner(), state_dict
+            self._write_check = WriteCheck()
+            self._mappings = FreshMappings(partial(_is_mostly, state_dict))
             self._aliases = held_aliases(module)
             if is_torchs_own(original) and (pairs := stock_pairs(module, state_dict)):
                 self._copy_all(pairs)
@@ -173,12 +152,10 @@ class _Call:
     def _end(self) -> None:
         if self._adopter is not None:
             self._adopter.close()
-        if self._scanner is None:
+        if self._write_check is None:
             return
-        self._scanner.close()
-        self._targets.clear()  # a traceback may keep this object
-        self._variants.clear()
-        self._state_dict = None
+        self._write_check.close()
+        self._mappings = None  # a traceback may keep this object
         if self._elided_copies:
             diagnostics.count("elided_bytes", "load_state_dict", self._elided_bytes)
             diagnostics.count("elided", "load_state_dict", self._elided_copies)
@@ -192,42 +169,25 @@ class _Call:
         return is_stock_copy(dst, src) and self._elide_in_host(dst, src)
 
     def _elide_in_host(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
-        size, widened = dst.nbytes, _widened(dst, src)
-        if src.nbytes < MIN_SIZE_BYTES or widened is None or not is_ordered_copy(dst, src):
+        size, numbers = dst.nbytes, widened(dst.dtype, src.dtype)
+        mappings = self._mappings
+        if mappings is None or numbers is None or src.nbytes < MIN_SIZE_BYTES:
+            return False
+        if not is_ordered_copy(dst, src):
             return False
         found = arenas.find(src.data_ptr(), src.nbytes)
+        there = arenas.find(dst.data_ptr(), size)
+        if found is not None and (numbers or there != found):
+            found = mappings.image_for(*found, numbers)
         if found is None:
             return False
-        is_told = self._is_pristine(src, src.nbytes)  # which may just have made us blind
-        if not is_told and (widened or not self._is_blind()):
+        if there == found:  # tied entries, a second load
+            return self._are_unwritten(dst, src) and self._shows(dst, size)
+        if not (self._is_replaceable(dst, size) and self._are_unwritten(src)):
             return False
-        image, offset = found
-        if not widened and self._is_there_already(dst, src, image, offset):
-            return self._shows(dst, size)
-        if widened and offset % 2:  # The daemon widens whole numbers only.
-            return False
-        variant = Variant(-offset % ALIGNMENT_BYTES, widened)
-        if variant != AS_IS:
-            made = self._variant(image, variant)
-            if made is None:
-                return False
-            image, offset = made, variant.offset_bytes(offset)
-            if self._is_there_already(dst, src, image, offset):
-                return self._shows(dst, size)
-        if not self._is_replaceable(dst, size):
-            return False
-        target = self._targets.get(image)
-        if target is None:
-            if not image.is_open:
-                return False
-            target = self._targets[image] = _Target.of(image)
-        if not target.take(offset, offset + size):
-            return False
-        fresh = target.storage[offset : offset + size]
-        if not is_told and not are_equal(src.data_ptr(), fresh.data_ptr(), size):
-            return False
+        fresh = mappings.take(*found, size)
         # Other threads ran during the system calls since, and may look at the memory by now.
-        if not self._is_exclusive(dst, size):
+        if fresh is None or not self._is_exclusive(dst, size):
             return False
         self._swap(dst, fresh, size)
         return self._shows(dst, size)
@@ -238,44 +198,9 @@ class _Call:
         self._count(size)
         return True
 
-    def _variant(self, image: arenas.Image, variant: Variant) -> arenas.Image | None:
-        """Return a variant of an image; None where its bytes must be copied."""
-        key = (image, variant)
-        if key not in self._variants:
-            self._variants[key] = None
-            # An ordinary file needs only one. Asking takes as long as copying 2 MB.
-            if (
-                image.size_bytes >= _VARIANTS_FROM_BYTES
-                and sum(each is image for each, _ in self._variants) <= _VARIANTS_LIMIT
-                and (not variant.widened or self._is_mostly(image, variant.widened))
-            ):
-                self._variants[key] = variant_image(image, variant)
-        return self._variants[key]
-
-    def _is_mostly(self, image: arenas.Image, numbers: str) -> bool:
-        """Whether most of an image are entries of this dtype: all of it would be widened."""
-        dtype = getattr(torch, numbers)
-        sizes: dict[int, int] = {  # tied entries once
-            value.data_ptr(): value.nbytes
-            for value in self._state_dict.values()
-            if _image_of(value) is image and value.dtype is dtype
-        }
-        return 2 * sum(sizes.values()) > image.size_bytes
-
     def _count(self, size: int) -> None:
         self._elided_copies += 1
         self._elided_bytes += size
-
-    def _is_there_already(
-        self, dst: torch.Tensor, src: torch.Tensor, image: arenas.Image, offset: int
-    ) -> bool:
-        """Whether ``dst`` already shows these bytes of the image: tied entries, a second load."""
-        size = dst.nbytes
-        if arenas.find(dst.data_ptr(), size) != (image, offset):
-            return False
-        if self._is_blind():
-            return are_equal(dst.data_ptr(), src.data_ptr(), size)
-        return self._is_pristine(dst, size)
 
     def _is_replaceable(self, dst: torch.Tensor, size: int) -> bool:
         """Whether moving ``dst`` off its memory is unnoticeable, and worth it.
@@ -289,18 +214,16 @@ class _Call:
             return False
         if dst.untyped_storage().resizable():
             return True
-        if not _is_ours(dst.data_ptr(), size):
-            return False
-        return self._is_blind() or self._is_pristine(dst, size)
+        return is_fresh(dst.data_ptr(), size) and self._are_unwritten(dst)
 
     def _is_exclusive(self, dst: torch.Tensor, size: int) -> bool:
         return is_exclusive(dst, size, aliases=self._aliases[id(dst)])
 
-    def _is_pristine(self, tensor: torch.Tensor, size: int) -> bool:
-        return self._scanner is not None and self._scanner.is_pristine(tensor.data_ptr(), size)
-
-    def _is_blind(self) -> bool:
-        return self._scanner is not None and self._scanner.is_blind
+    def _are_unwritten(self, *tensors: torch.Tensor) -> bool:
+        check = self._write_check
+        return check is not None and all(
+            check.is_unwritten(each.data_ptr(), each.nbytes) for each in tensors
+        )
 
     def _swap(self, dst: torch.Tensor, fresh: torch.UntypedStorage, size: int) -> None:
         old = torch_repoint.replace(dst, fresh)
@@ -325,29 +248,6 @@ def _to_be_copied(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[to
                 found != torch_device.find(dst) and not is_sole_owner(dst, src.nbytes)
             ):
                 yield dst
-
-
-class _Target(NamedTuple):
-    """A fresh arena of one image, and the ranges of it that have been given away."""
-
-    storage: torch.UntypedStorage
-    starts: list[int]
-    ends: list[int]
-
-    @classmethod
-    def of(cls, image: arenas.Image) -> _Target:
-        arena = image.map()
-        _own_arenas[arena.address] = arena.buffer
-        return cls(storage_of(arena), [], [])
-
-    def take(self, start: int, end: int) -> bool:
-        """Reserve ``[start, end)``; return False when any of it is taken."""
-        index = bisect_left(self.starts, end)
-        if index and self.ends[index - 1] > start:
-            return False
-        self.starts.insert(index, start)
-        self.ends.insert(index, end)
-        return True
 
 
 class _CopyMode(TorchFunctionMode):
@@ -392,6 +292,17 @@ def _holds_cached_bytes(state_dict: Any) -> bool:
     return any(_image_of(value) is not None for value in state_dict.values())
 
 
+def _is_mostly(state_dict: dict[str, Any], image: arenas.Image, numbers: str) -> bool:
+    """Whether most of an image are entries of this dtype."""
+    dtype = getattr(torch, numbers)
+    sizes: dict[int, int] = {  # tied entries once
+        value.data_ptr(): value.nbytes
+        for value in state_dict.values()
+        if _image_of(value) is image and value.dtype is dtype
+    }
+    return 2 * sum(sizes.values()) > image.size_bytes
+
+
 def _image_of(value: Any) -> arenas.Image | None:
     """The image with the bytes of an entry, if there are enough of them."""
     is_large = (
@@ -402,40 +313,3 @@ def _image_of(value: Any) -> arenas.Image | None:
     )
     found = arenas.find(value.data_ptr(), value.nbytes) if is_large else None
     return None if found is None else found[0]
-
-
-def _widened(dst: torch.Tensor, src: torch.Tensor) -> str | None:
-    """The numbers that a copy widens, "" if it converts none; None if it converts otherwise."""
-    if dst.dtype is src.dtype:
-        return ""
-    return _WIDENED.get(src.dtype) if dst.dtype is torch.float32 else None
-
-
-def _is_ours(address: int, size_bytes: int) -> bool:
-    """Whether an earlier elision mapped this memory."""
-    found = arenas.find(address, size_bytes)
-    return found is not None and address - found[1] in _own_arenas
-
-
-def make_resizable(storage: torch.UntypedStorage, *, keeps_bytes: bool) -> None:
-    """Give the storage of a parameter whose copy was elided memory of torch's allocator.
-
-    Tensors on the storage stay on it. A numpy array does not follow (torch would refuse to resize
-    a storage that has had one): where there may be one, the mapping stays as long as the storage.
-    Does nothing to other storages. Needs a torch that can swap.
-    """
-    try:
-        if storage.device.type != "cpu" or not _is_ours(storage.data_ptr(), storage.nbytes()):
-            return
-        with unseen():
-            # Equally large, or empty: torch swaps no others.
-            size = storage.nbytes() if keeps_bytes else 0
-            own = torch.empty(size, dtype=torch.uint8, device="cpu").untyped_storage()
-        # Not by torch, which may use its threads: a forked child would wait for its parent's.
-        ctypes.memmove(own.data_ptr(), storage.data_ptr(), size)
-        torch_repoint.move([storage], [own], ())
-        if has_views(storage):
-            storage._trims_mapping = own  # type: ignore[attr-defined]
-    # Border: torch says that the storage is not resizable.
-    except Exception as error:
-        _count_error(error)

@@ -65,12 +65,12 @@ def _probe_resize() -> str | None:
 
 
 def _wrap_resize(original: Callable[..., Any]) -> Callable[..., Any]:
-    from trims_shim.patches import torch_elision
+    from trims_shim.patches import torch_mappings
 
     @functools.wraps(original)
     def resize_(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args and not self.resizable():
-            torch_elision.make_resizable(self, keeps_bytes=args[0] != 0)
+            torch_mappings.make_resizable(self, keeps_bytes=args[0] != 0)
         return original(self, *args, **kwargs)
 
     return resize_

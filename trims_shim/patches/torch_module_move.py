@@ -10,8 +10,7 @@ Ours gives ``_apply`` a function in place of ``fn``. For parameters that could b
 - is for a plain leaf parameter, contiguous, of at least 64 KiB, in no optimizer and without
   gradient, not written by its module or one around it
   (:func:`torch_unshare.writes_own_parameters`);
-- has an unwritten source: pristine pages of one host arena, or equal bytes where the kernel
-  does not tell.
+- has an unwritten source in one host arena.
 
 Torch copies buffers, so they are private. Dtype conversions go torch's way.
 
@@ -37,8 +36,8 @@ from torch.overrides import TorchFunctionMode
 
 from trims_shim import diagnostics, patches
 from trims_shim.client import arenas
-from trims_shim.client.arenas import Arena, Image
-from trims_shim.memory.pages import PageScanner, are_equal
+from trims_shim.client.arenas import Image
+from trims_shim.client.write_check import WriteCheck
 from trims_shim.patches import torch_device, torch_unshare
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_copies import is_transformed
@@ -65,8 +64,7 @@ class Sources:
     """
 
     def __init__(self) -> None:
-        self._scanner: PageScanner | None = None
-        self._fresh: dict[Image, Arena] = {}
+        self._write_check: WriteCheck | None = None
         self._arenas: dict[tuple[Image, str], DeviceArena | None] = {}
         self._places: dict[torch.device, Place | None] = {}
 
@@ -77,10 +75,9 @@ class Sources:
         self.close()
 
     def close(self) -> None:
-        """Drop the scanner and the arenas."""
-        if self._scanner is not None:
-            self._scanner.close()
-        self._fresh.clear()
+        """Drop what was mapped and opened."""
+        if self._write_check is not None:
+            self._write_check.close()
         self._arenas.clear()
 
     def place_of(self, device: torch.device) -> Place | None:
@@ -99,7 +96,9 @@ class Sources:
         if image.original is not None and image.original.variant.widened:
             torch_device.skip("widened", what="a tensor that is moved")
             return None
-        if not self._is_unwritten(image, offset_bytes, address, size_bytes):
+        if self._write_check is None:
+            self._write_check = WriteCheck()
+        if not self._write_check.is_unwritten(address, size_bytes):
             torch_device.skip("written", what="a tensor that is moved")
             return None
         arena = self._arena(image, address - offset_bytes, place)
@@ -109,17 +108,6 @@ class Sources:
             offset_bytes -= image.original.variant.lead_bytes
         offset = torch_device.record_of(arena, offset_bytes, size_bytes)
         return None if offset is None else (arena, offset)
-
-    def _is_unwritten(self, image: Image, offset_bytes: int, address: int, size_bytes: int) -> bool:
-        if self._scanner is None:
-            self._scanner = PageScanner()
-        if self._scanner.is_pristine(address, size_bytes):
-            return True
-        if not (self._scanner.is_blind and image.is_open):
-            return False
-        if image not in self._fresh:
-            self._fresh[image] = image.map()
-        return are_equal(address, self._fresh[image].address + offset_bytes, size_bytes)
 
     def _arena(self, image: Image, address: int, place: Place) -> DeviceArena | None:
         key = (image, place.id)

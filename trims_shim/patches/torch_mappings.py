@@ -1,0 +1,171 @@
+"""Fresh mappings of images for the tensors that one load makes, instead of copies.
+
+A copy is independent of what it was copied from and of other copies. So is a slice of a fresh
+private mapping: each load maps one arena for each image, and gives each byte of it to one tensor
+only. What tensors get here is aligned as a copy is, and may be widened as a copy would be
+(:meth:`FreshMappings.image_for`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from trims_shim import diagnostics
+from trims_shim.client import arenas
+from trims_shim.client.arenas import Image
+from trims_shim.patches import torch_repoint
+from trims_shim.patches.asking import variant_image
+from trims_shim.patches.torch_copies import has_views
+from trims_shim.patches.torch_modes import unseen
+from trims_shim.patches.torch_storage import storage_of
+from trims_shim.specs import AS_IS, WIDENED, Variant
+
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "MIN_SIZE_BYTES",
+    "FreshMappings",
+    "is_fresh",
+    "make_resizable",
+    "widened",
+]
+
+MIN_SIZE_BYTES = 64 << 10
+"""Below this a copy is as cheap as the checks."""
+ALIGNMENT_BYTES = 64
+"""The alignment of torch's allocator. Kernels choose their loops by alignment: with MKL on x86-64 a
+matrix at 8 modulo 16 gives other last bits than the same matrix at 0."""
+
+_VARIANTS_FROM_BYTES = 8 << 20
+_VARIANTS_LIMIT = 8
+_WIDENED = {getattr(torch, name): name for name in WIDENED}
+
+_own_arenas: weakref.WeakValueDictionary[int, ctypes.Array[ctypes.c_char]] = (
+    weakref.WeakValueDictionary()
+)
+"""Arenas mapped here, by address. Only tensors of the load hold slices of them, each its own."""
+
+
+def widened(to: torch.dtype, source: torch.dtype) -> str | None:
+    """The numbers that a copy widens, "" if it converts none; None if it converts otherwise."""
+    if to is source:
+        return ""
+    return _WIDENED.get(source) if to is torch.float32 else None
+
+
+def is_fresh(address: int, size_bytes: int) -> bool:
+    """Whether memory was mapped here, by this load or an earlier one."""
+    found = arenas.find(address, size_bytes)
+    return found is not None and address - found[1] in _own_arenas
+
+
+class FreshMappings:
+    """See the module docstring. Of one load; not for sharing between threads.
+
+    ``is_mostly(image, numbers)``: whether most of an image are numbers of this dtype. All of it
+    would be widened.
+    """
+
+    def __init__(self, is_mostly: Callable[[Image, str], bool]) -> None:
+        self._is_mostly = is_mostly
+        self._variants: dict[tuple[Image, Variant], Image | None] = {}
+        self._targets: dict[Image, _Target] = {}
+
+    def image_for(self, image: Image, offset: int, numbers: str) -> tuple[Image, int] | None:
+        """Where the result of a copy of the bytes at ``offset`` lies; None where it must be copied.
+
+        Bytes off a 64-byte border of the file, as in most safetensors files, are taken from a
+        second image with the same bytes after some zeros. Numbers of 16 bits for tensors of 32 are
+        taken from one in which they are widened, which is exact. The daemon makes such a variant
+        at the second request for it.
+        """
+        if numbers and offset % 2:  # The daemon widens whole numbers only.
+            return None
+        variant = Variant(-offset % ALIGNMENT_BYTES, numbers)
+        if variant == AS_IS:
+            return image, offset
+        made = self._variant(image, variant)
+        return None if made is None else (made, variant.offset_bytes(offset))
+
+    def _variant(self, image: Image, variant: Variant) -> Image | None:
+        key = (image, variant)
+        if key not in self._variants:
+            self._variants[key] = None
+            # An ordinary file needs only one. Asking takes as long as copying 2 MB.
+            if (
+                image.size_bytes >= _VARIANTS_FROM_BYTES
+                and sum(each is image for each, _ in self._variants) <= _VARIANTS_LIMIT
+                and (not variant.widened or self._is_mostly(image, variant.widened))
+            ):
+                self._variants[key] = variant_image(image, variant)
+        return self._variants[key]
+
+    def take(self, image: Image, offset: int, size: int) -> torch.UntypedStorage | None:
+        """Give away these bytes; None if some of them have been, or the image cannot be mapped.
+
+        Raises MemoryFailure.
+        """
+        target = self._targets.get(image)
+        if target is None:
+            if not image.is_open:
+                return None
+            target = self._targets[image] = _Target.of(image)
+        if not target.take(offset, offset + size):
+            return None
+        part: torch.UntypedStorage = target.storage[offset : offset + size]
+        return part
+
+
+class _Target(NamedTuple):
+    """A fresh arena of one image, and the ranges of it that have been given away."""
+
+    storage: torch.UntypedStorage
+    starts: list[int]
+    ends: list[int]
+
+    @classmethod
+    def of(cls, image: Image) -> _Target:
+        arena = image.map()
+        _own_arenas[arena.address] = arena.buffer
+        return cls(storage_of(arena), [], [])
+
+    def take(self, start: int, end: int) -> bool:
+        """Reserve ``[start, end)``; return False when any of it is taken."""
+        index = bisect_left(self.starts, end)
+        if index and self.ends[index - 1] > start:
+            return False
+        self.starts.insert(index, start)
+        self.ends.insert(index, end)
+        return True
+
+
+def make_resizable(storage: torch.UntypedStorage, *, keeps_bytes: bool) -> None:
+    """Give a storage in a fresh mapping memory of torch's allocator.
+
+    Tensors on the storage stay on it. A numpy array does not follow (torch would refuse to resize
+    a storage that has had one): where there may be one, the mapping stays as long as the storage.
+    Does nothing to other storages. Needs a torch that can swap.
+    """
+    try:
+        if storage.device.type != "cpu" or not is_fresh(storage.data_ptr(), storage.nbytes()):
+            return
+        with unseen():
+            # Equally large, or empty: torch swaps no others.
+            size = storage.nbytes() if keeps_bytes else 0
+            own = torch.empty(size, dtype=torch.uint8, device="cpu").untyped_storage()
+        # Not by torch, which may use its threads: a forked child would wait for its parent's.
+        ctypes.memmove(own.data_ptr(), storage.data_ptr(), size)
+        torch_repoint.move([storage], [own], ())
+        if has_views(storage):
+            storage._trims_mapping = own  # type: ignore[attr-defined]
+    # Border: torch says that the storage is not resizable.
+    except Exception as error:
+        diagnostics.pass_on(error)
+        diagnostics.log(logging.DEBUG, "resize: a mapping is not resizable", error=error)
+        diagnostics.count("elision_error", type(error).__name__)
