@@ -80,9 +80,10 @@ def stats() -> Stats:
 
     ``served``: loads that took their bytes from the cache; ``hits``, ``misses``, ``joined``: images
     that were resident, were read for this process, or were being read for another;
-    ``elided_copies``: tensors that ``load_state_dict`` did not copy; ``bytes_shared``: the sizes of
-    all images that were opened, also by ``open`` and ``warm``; ``fallbacks``: loads that went to
-    the framework's own loader, by reason; ``events``: all counters, by ``event:reason``.
+    ``elided_copies``: tensors that ``load_state_dict`` or a conversion did not copy;
+    ``bytes_shared``: the sizes of all images that were opened, also by ``open`` and ``warm``;
+    ``fallbacks``: loads that went to the framework's own loader, by reason; ``events``: all
+    counters, by ``event:reason``.
     """
     return diagnostics.stats()
 

@@ -387,7 +387,7 @@ def _why_off(
         return f"TRIMS_ENABLED=0 ({settings.source('enabled')})"
     if not set(wanted_by) & set(settings.patches):
         return f"TRIMS_PATCHES={settings.text('patches')} ({settings.source('patches')})"
-    if patch_file == patches.ELIDING and not settings.elide_copies:
+    if patch_file in patches.ELIDING and not settings.elide_copies:
         return f"TRIMS_ELIDE_COPIES=0 ({settings.source('elide_copies')})"
     return "trims_shim.disable() was called"
 

@@ -190,7 +190,7 @@ def test_a_load_starts_one_only_where_none_is_there(
 )
 def test_why_a_patch_file_is_off(settings: dict[str, str], reason: str) -> None:
     found = config.load({}, **settings)
-    assert inspection._why_off(found, patches.ELIDING, ("torch",), ()) == reason
+    assert inspection._why_off(found, "torch_module", ("torch",), ()) == reason
 
 
 def test_what_a_daemon_says_does_not_steer_the_terminal() -> None:

@@ -653,7 +653,7 @@ def test_load_state_dict_has_one_seam(devices: Devices, monkeypatch: pytest.Monk
     applied = points.AppliedPatch(seam, points.PatchState.APPLIED)
     probe = torch_unshare.POINTS[-1].probe
     with monkeypatch.context() as patched:
-        patched.setattr(patches, "_applied", {patches.ELIDING: [applied]})
+        patched.setattr(patches, "_applied", {"torch_module": [applied]})
         assert probe() == "torch_module does it"
         applied.state = points.PatchState.SKIPPED
         assert probe() is None

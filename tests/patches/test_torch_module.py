@@ -28,13 +28,14 @@ import torch
 from devices import BOTH_WAYS, let_swap
 from forks import passes_in_child
 from harness import open_descriptors
+from images import cached, image_of, make_variants, needs_extension
 from torch import nn
 
 from trims_shim import diagnostics, patches
 from trims_shim.client import write_check
-from trims_shim.client.arenas import Image, find
+from trims_shim.client.arenas import Image
 from trims_shim.errors import MemoryFailure
-from trims_shim.memory import copying, pages, reclaim
+from trims_shim.memory import pages, reclaim
 from trims_shim.patches import (
     points,
     torch_copies,
@@ -43,13 +44,9 @@ from trims_shim.patches import (
     torch_module,
     torch_repoint,
 )
-from trims_shim.patches.torch_storage import storage_of
 from trims_shim.specs import Variant
 
 ROWS, COLUMNS = 128, 256  # 128 KiB in float32
-needs_extension = pytest.mark.skipif(
-    not copying.can_widen(), reason="the extension was not built (no compiler)"
-)
 TIMEOUT_S = 60.0
 MODULE = "torch.nn.modules.module"
 torchs_own = inspect.unwrap(nn.Module.load_state_dict)  # an installed shim may have patched it
@@ -89,55 +86,6 @@ def forget_errors() -> list[str]:
     errors = [key for key in diagnostics.stats().events if key.startswith("elision_error")]
     diagnostics.reset_after_fork()
     return errors
-
-
-def cached(state: dict[str, torch.Tensor], *, shift: int = 0) -> OrderedDict[str, torch.Tensor]:
-    """The same state dict, its bytes in an image that is mapped as a load would map it."""
-    offsets, end = {}, shift
-    for key, value in state.items():
-        offsets[key] = end
-        end = -(-(end + value.nbytes) // 64) * 64 + shift
-    descriptor = os.memfd_create("weights")
-    os.ftruncate(descriptor, end)
-    for key, value in state.items():
-        data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        os.pwrite(descriptor, data, offsets[key])
-    image = Image(descriptor, end, digest="test")
-    storage = storage_of(image.map())
-    result: OrderedDict[str, torch.Tensor] = OrderedDict()
-    for key, value in state.items():
-        record = storage[offsets[key] : offsets[key] + value.nbytes]
-        tensor = torch.empty(0, dtype=value.dtype)
-        result[key] = tensor.set_(record, 0, value.shape)  # type: ignore[call-overload]
-    return result
-
-
-def make_variants(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
-    """Have variants made as the daemon makes them; return those that are asked for."""
-    asked: list[Variant] = []
-    made: dict[tuple[Image, Variant], Image] = {}
-
-    def variant_image(image: Image, variant: Variant) -> Image:
-        asked.append(variant)
-        if (image, variant) not in made:
-            descriptor = os.memfd_create("variant")
-            data = bytes(variant.lead_bytes) + bytes(memoryview(image.map().buffer))
-            if variant.widened:
-                wide = memoryview(bytearray(variant.size_bytes(image.size_bytes)))
-                copying.widen(memoryview(data), wide, variant.widened)
-                data = bytes(wide)
-            os.write(descriptor, data)
-            made[image, variant] = Image(descriptor, len(data), digest="variant")
-        return made[image, variant]
-
-    monkeypatch.setattr(torch_mappings, "variant_image", variant_image)
-    monkeypatch.setattr(torch_mappings, "_VARIANTS_FROM_BYTES", 0)
-    return asked
-
-
-def image_of(tensor: torch.Tensor) -> Image | None:
-    found = find(tensor.data_ptr(), tensor.nbytes)
-    return found[0] if found else None
 
 
 class Net(nn.Module):
@@ -983,6 +931,25 @@ def test_numbers_that_are_a_small_part_of_an_image_are_not_widened_in_it(
         module.load_state_dict(cached(state))
         assert_equal(module, {name: value.float() for name, value in state.items()})
     assert asked == [Variant(0, "float16")]
+
+
+@needs_extension
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_numbers_are_not_widened_for_a_small_part_of_a_module(
+    prepare: Callable[..., None], monkeypatch: pytest.MonkeyPatch, is_hooked: bool
+) -> None:
+    """One in half precision that keeps a layer in float32."""
+    asked = make_variants(monkeypatch)
+    module = nn.ModuleDict({"a": weight().half(), "b": weight().half(), "c": weight()})
+    if is_hooked:
+        module.register_load_state_dict_pre_hook(lambda *_: None)
+    prepare(module)
+    state = {f"{name}.weight": torch.randn(ROWS, COLUMNS).half() for name in "abc"}
+    module.load_state_dict(cached(state))
+    assert torch.equal(module["c"].weight, state["c.weight"].float())
+    assert module["a"].weight.dtype is torch.float16
+    assert torch.equal(module["a"].weight, state["a.weight"])
+    assert asked == []
 
 
 @needs_extension

@@ -16,9 +16,9 @@ from .registry import Work, attempt, case, cases
 transformers.utils.logging.disable_progress_bar()
 
 
-def _configuration(tied: bool = True) -> Any:
+def _configuration(tied: bool = True, words: int = 4096) -> Any:
     return GPT2Config(
-        vocab_size=4096,
+        vocab_size=words,
         n_positions=64,
         n_embd=256,
         n_layer=2,
@@ -77,6 +77,28 @@ def dtype(work: Work, kind: Any) -> object:
     path = work.file("model", _saved())
     model = AutoModelForCausalLM.from_pretrained(path, dtype=kind)
     return dict(model.named_parameters())
+
+
+def _saved_half(path: Path) -> None:
+    torch.manual_seed(1)
+    GPT2LMHeadModel(_configuration(words=1 << 14)).bfloat16().save_pretrained(path)
+
+
+INTO_FLOAT32 = {
+    "from_pretrained": lambda path: GPT2LMHeadModel.from_pretrained(path, dtype=torch.float32),
+    "float": lambda path: GPT2LMHeadModel.from_pretrained(path).float(),
+    "to": lambda path: GPT2LMHeadModel.from_pretrained(path).to(torch.float32),
+}
+
+
+@cases(INTO_FLOAT32, served=True)
+def into_float32(work: Work, load: Any) -> object:
+    """From the third load on there is an image of the converted numbers."""
+    path = work.file("model", _saved_half)
+    models = [load(path) for _ in range(4)]
+    with torch.no_grad():
+        models[2].transformer.wte.weight.zero_()
+    return [_observed(model) for model in models]
 
 
 @case(served=True)

@@ -33,8 +33,8 @@ __all__ = [
     "requested",
 ]
 
-ELIDING = "torch_module"
-"""The patch file that a setting can leave out."""
+ELIDING = frozenset({"torch_module", "torch_module_dtype", "transformers_dtype"})
+"""The patch files that a setting can leave out."""
 _BOTH = ("torch", "safetensors")
 _TORCH = ("torch",)
 _SAFETENSORS = ("safetensors",)
@@ -49,7 +49,8 @@ PATCH_FILES = (
     ("torch_load", _TORCH, ("torch",), False),
     ("torch_script", _TORCH, ("torch",), False),
     ("torch_export", _TORCH, ("torch.export.pt2_archive._package",), False),
-    (ELIDING, _TORCH, ("torch",), True),
+    ("torch_module", _TORCH, ("torch",), True),
+    ("torch_module_dtype", _TORCH, ("torch",), False),
     ("torch_unshare", _BOTH, ("torch",), True),
     ("torch_initializers", _BOTH, ("torch",), True),
     ("torch_checkpoint", _BOTH, ("torch.distributed.checkpoint.default_planner",), True),
@@ -59,6 +60,7 @@ PATCH_FILES = (
     ("safetensors_device", _SAFETENSORS, ("safetensors", "torch"), False),
     ("safetensors_model", _SAFETENSORS, ("safetensors.torch",), False),
     ("transformers_load", _SAFETENSORS, _MODELS, False),
+    ("transformers_dtype", _TORCH, _MODELS, False),
     ("peft_merge", _BOTH, _TUNERS, True),
     ("peft_adapters", _BOTH, _ADAPTERS, True),
     ("peft_hotswap", _BOTH, ("peft.utils.hotswap",), True),
@@ -118,14 +120,14 @@ def inactive() -> Iterator[None]:
 def enable(libraries: tuple[str, ...], *, elide_copies: bool = True) -> None:
     """Patch these libraries, now or as soon as they are imported.
 
-    Without ``elide_copies``, load_state_dict is left alone.
+    Without ``elide_copies``, load_state_dict is left alone, and conversions are.
     """
     global _is_enabled
     with no_fork(), importing.lock:
         for patch_file, wanted_by, modules, _ in PATCH_FILES:
             if not set(wanted_by) & set(libraries) or patch_file in _requested:
                 continue
-            if patch_file == ELIDING and not elide_copies:
+            if patch_file in ELIDING and not elide_copies:
                 continue
             try:
                 _requested.add(patch_file)

@@ -36,7 +36,6 @@ in an image is not resizable, and gets other memory when it is resized
 from __future__ import annotations
 
 import enum
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -62,7 +61,13 @@ from trims_shim.patches.torch_copies import (
     is_watched,
 )
 from trims_shim.patches.torch_device_elision import Adopter, adopter_for
-from trims_shim.patches.torch_mappings import MIN_SIZE_BYTES, FreshMappings, is_fresh, widened
+from trims_shim.patches.torch_mappings import (
+    MIN_SIZE_BYTES,
+    FreshMappings,
+    count_error,
+    is_fresh,
+    widened,
+)
 from trims_shim.patches.torch_modes import has_foreign_mode
 from trims_shim.patches.torch_stock_load import (
     PLAIN_DICTS,
@@ -124,7 +129,7 @@ class _Call:
             if self.is_watched() or not (self._adopter or _holds_cached_bytes(state_dict)):
                 return _Way.TORCHS_OWN
             self._write_check = WriteCheck()
-            self._mappings = FreshMappings(partial(_is_mostly, state_dict))
+            self._mappings = FreshMappings(partial(_is_mostly, module, state_dict))
             self._aliases = held_aliases(module)
             if is_torchs_own(original) and (pairs := stock_pairs(module, state_dict)):
                 self._copy_all(pairs)
@@ -133,7 +138,7 @@ class _Call:
         # Border: copies elided so far have a copy's result. Torch does them all again, and raises
         # an error that belongs to the load with its own text.
         except Exception as error:
-            _count_error(error)
+            count_error(error, "load_state_dict")
             return _Way.TORCHS_OWN
         return _Way.TORCHS_OWN_WITH_MODE
 
@@ -147,7 +152,7 @@ class _Call:
             self._end()
         # Border: what torch was to do has been done.
         except Exception as error:
-            _count_error(error)
+            count_error(error, "load_state_dict")
 
     def _end(self) -> None:
         if self._adopter is not None:
@@ -271,14 +276,8 @@ class _CopyMode(TorchFunctionMode):
             return not self._call.is_watched() and self._call.elide(dst, src)
         # Border: the caller then copies, also over a half-made replacement.
         except Exception as error:
-            _count_error(error)
+            count_error(error, "load_state_dict")
             return False
-
-
-def _count_error(error: Exception) -> None:
-    diagnostics.pass_on(error)
-    diagnostics.log(logging.DEBUG, "load_state_dict: copying, elision failed", error=error)
-    diagnostics.count("elision_error", type(error).__name__)
 
 
 def _holds_cached_bytes(state_dict: Any) -> bool:
@@ -292,15 +291,23 @@ def _holds_cached_bytes(state_dict: Any) -> bool:
     return any(_image_of(value) is not None for value in state_dict.values())
 
 
-def _is_mostly(state_dict: dict[str, Any], image: arenas.Image, numbers: str) -> bool:
-    """Whether most of an image are entries of this dtype."""
+def _is_mostly(
+    module: torch.nn.Module, state_dict: dict[str, Any], image: arenas.Image, numbers: str
+) -> bool:
+    """Whether most of an image are entries of this dtype that become float32."""
     dtype = getattr(torch, numbers)
     sizes: dict[int, int] = {  # tied entries once
         value.data_ptr(): value.nbytes
         for value in state_dict.values()
         if _image_of(value) is image and value.dtype is dtype
     }
-    return 2 * sum(sizes.values()) > image.size_bytes
+    # Names do not tell where entries go: hooks may change them.
+    room: int = sum(
+        each.numel() * dtype.itemsize
+        for each in registered(module).values()
+        if type(each) in PLAIN_TYPES and each.dtype is torch.float32
+    )
+    return 2 * min(sum(sizes.values()), room) > image.size_bytes
 
 
 def _image_of(value: Any) -> arenas.Image | None:

@@ -31,6 +31,7 @@ __all__ = [
     "ALIGNMENT_BYTES",
     "MIN_SIZE_BYTES",
     "FreshMappings",
+    "count_error",
     "is_fresh",
     "make_resizable",
     "widened",
@@ -68,8 +69,8 @@ def is_fresh(address: int, size_bytes: int) -> bool:
 class FreshMappings:
     """See the module docstring. Of one load; not for sharing between threads.
 
-    ``is_mostly(image, numbers)``: whether most of an image are numbers of this dtype. All of it
-    would be widened.
+    ``is_mostly(image, numbers)``: whether most of an image are numbers of this dtype that are to
+    be widened. All of it would be.
     """
 
     def __init__(self, is_mostly: Callable[[Image, str], bool]) -> None:
@@ -85,11 +86,12 @@ class FreshMappings:
         taken from one in which they are widened, which is exact. The daemon makes such a variant
         at the second request for it.
         """
-        if numbers and offset % 2:  # The daemon widens whole numbers only.
-            return None
         variant = Variant(-offset % ALIGNMENT_BYTES, numbers)
         if variant == AS_IS:
             return image, offset
+        # The daemon widens whole numbers only. A variant of a variant would be a third image.
+        if (numbers and offset % 2) or image.original is not None:
+            return None
         made = self._variant(image, variant)
         return None if made is None else (made, variant.offset_bytes(offset))
 
@@ -166,6 +168,11 @@ def make_resizable(storage: torch.UntypedStorage, *, keeps_bytes: bool) -> None:
             storage._trims_mapping = own  # type: ignore[attr-defined]
     # Border: torch says that the storage is not resizable.
     except Exception as error:
-        diagnostics.pass_on(error)
-        diagnostics.log(logging.DEBUG, "resize: a mapping is not resizable", error=error)
-        diagnostics.count("elision_error", type(error).__name__)
+        count_error(error, "resize_")
+
+
+def count_error(error: Exception, what: str) -> None:
+    """Count an error of ours after which memory is copied. Passes on one of a signal handler."""
+    diagnostics.pass_on(error)
+    diagnostics.log(logging.DEBUG, "%s: copying, elision failed", what, error=error)
+    diagnostics.count("elision_error", type(error).__name__)

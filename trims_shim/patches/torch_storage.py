@@ -6,7 +6,8 @@ that keep the whole alive, so that a record is saved, pickled and shared by itse
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from trims_shim.client.arenas import Arena
     from trims_shim.specs import Record
 
-__all__ = ["bytes_over", "storage_of", "torch_dtype", "torch_form"]
+__all__ = ["bytes_over", "storage_of", "tensor_over", "torch_dtype", "torch_form"]
 
 _empty = torch.empty
 """torch's own: programs replace it while they make a model (accelerate), and then ours fails."""
@@ -74,5 +75,14 @@ def storage_of(arena: Arena) -> torch.UntypedStorage:
 
 def bytes_over(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return a tensor of bytes over all of a storage."""
+    return tensor_over(storage, torch.uint8, (storage.nbytes(),))
+
+
+def tensor_over(
+    storage: torch.UntypedStorage, dtype: torch.dtype, shape: Sequence[int]
+) -> torch.Tensor:
+    """Return a contiguous tensor over the begin of a storage."""
     with unseen():
-        return _empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+        blank: Any = _empty(0, dtype=dtype, device="cpu")
+        tensor: torch.Tensor = blank.set_(storage, 0, shape)
+        return tensor

@@ -352,7 +352,7 @@ def guarded_load(original: Callable[..., Any], args: tuple[Any, ...], kwargs: An
 
 
 def _probe_load_state_dict() -> str | None:
-    for each in patches.applied().get(patches.ELIDING, []):
+    for each in patches.applied().get("torch_module", []):
         is_load = each.point.target.endswith(":Module.load_state_dict")
         if is_load and each.state is PatchState.APPLIED:
             return "torch_module does it"

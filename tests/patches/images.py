@@ -1,0 +1,70 @@
+"""Tensors over images as a load would map them, with no daemon behind them."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from trims_shim.client.arenas import Image, find
+from trims_shim.memory import copying
+from trims_shim.patches import torch_mappings
+from trims_shim.patches.torch_storage import storage_of
+from trims_shim.specs import Variant
+
+__all__ = ["cached", "image_of", "make_variants", "needs_extension"]
+
+needs_extension = pytest.mark.skipif(
+    not copying.can_widen(), reason="the extension was not built (no compiler)"
+)
+
+
+def cached(state: dict[str, torch.Tensor], *, shift: int = 0) -> OrderedDict[str, torch.Tensor]:
+    """The same state dict, its bytes in an image that is mapped as a load would map it."""
+    offsets, end = {}, shift
+    for key, value in state.items():
+        offsets[key] = end
+        end = -(-(end + value.nbytes) // 64) * 64 + shift
+    descriptor = os.memfd_create("weights")
+    os.ftruncate(descriptor, end)
+    for key, value in state.items():
+        data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        os.pwrite(descriptor, data, offsets[key])
+    image = Image(descriptor, end, digest="test")
+    storage = storage_of(image.map())
+    result: OrderedDict[str, torch.Tensor] = OrderedDict()
+    for key, value in state.items():
+        record = storage[offsets[key] : offsets[key] + value.nbytes]
+        tensor = torch.empty(0, dtype=value.dtype)
+        result[key] = tensor.set_(record, 0, value.shape)  # type: ignore[call-overload]
+    return result
+
+
+def make_variants(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
+    """Have variants made as the daemon makes them; return those that are asked for."""
+    asked: list[Variant] = []
+    made: dict[tuple[Image, Variant], Image] = {}
+
+    def variant_image(image: Image, variant: Variant) -> Image:
+        asked.append(variant)
+        if (image, variant) not in made:
+            descriptor = os.memfd_create("variant")
+            data = bytes(variant.lead_bytes) + bytes(memoryview(image.map().buffer))
+            if variant.widened:
+                wide = memoryview(bytearray(variant.size_bytes(image.size_bytes)))
+                copying.widen(memoryview(data), wide, variant.widened)
+                data = bytes(wide)
+            os.write(descriptor, data)
+            made[image, variant] = Image(descriptor, len(data), digest="variant")
+        return made[image, variant]
+
+    monkeypatch.setattr(torch_mappings, "variant_image", variant_image)
+    monkeypatch.setattr(torch_mappings, "_VARIANTS_FROM_BYTES", 0)
+    return asked
+
+
+def image_of(tensor: torch.Tensor) -> Image | None:
+    found = find(tensor.data_ptr(), tensor.nbytes)
+    return found[0] if found else None

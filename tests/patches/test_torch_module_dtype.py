@@ -1,0 +1,315 @@
+"""Module.float and to(float32) without copies: the outcome is that of torch's own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from images import cached, image_of, make_variants, needs_extension
+from torch import nn
+
+from trims_shim import diagnostics, patches
+from trims_shim.errors import MemoryFailure
+from trims_shim.memory import pages
+from trims_shim.patches import points, torch_mappings, torch_module_dtype
+from trims_shim.specs import Variant
+
+pytestmark = needs_extension
+
+SIDE = 256  # 128 KiB in float16
+CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "float": lambda module: module.float(),
+    "to": lambda module: module.to(torch.float32),
+    "to a device": lambda module: module.to("cpu", torch.float32),
+    "by name": lambda module: module.to(dtype=torch.float32, non_blocking=True),
+}
+to_float32 = pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
+
+
+@pytest.fixture(autouse=True)
+def _patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The patch alone, with no daemon behind it."""
+    monkeypatch.setattr(patches, "_is_enabled", True)
+    diagnostics.reset_after_fork()
+    applied = [points.apply(point) for point in torch_module_dtype.POINTS]
+    assert all(each.state is points.PatchState.APPLIED for each in applied)
+    yield
+    for each in applied:
+        points.undo(each)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
+    return make_variants(monkeypatch)
+
+
+def elided() -> int:
+    return diagnostics.stats().events.get("elided:float32", 0)
+
+
+class Net(nn.Module):
+    """Tied and small parameters, buffers, and one that no gradient is taken of."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first = nn.Linear(SIDE, SIDE)
+        self.second = nn.Linear(SIDE, SIDE, bias=False)
+        self.tied = nn.Linear(SIDE, SIDE, bias=False)
+        self.tied.weight = self.second.weight
+        self.frozen = nn.Parameter(torch.randn(SIDE, SIDE), requires_grad=False)
+        self.register_buffer("table", torch.randn(SIDE, SIDE))
+        self.register_buffer("count", torch.arange(4))
+        self.to(dtype)
+
+
+def loaded(plain: nn.Module) -> nn.Module:
+    """The same module, its tensors as a load has left them."""
+    module = Net(torch.float16)
+    module.load_state_dict(cached(plain.state_dict()), assign=True)
+    module.tied.weight = module.second.weight
+    module.frozen.requires_grad_(False)
+    return module
+
+
+def assert_alike(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, tensor), (_, expected) in zip(
+        [*ours.named_parameters(), *ours.named_buffers()],
+        [*theirs.named_parameters(), *theirs.named_buffers()],
+        strict=True,
+    ):
+        assert torch.equal(tensor, expected), name
+        for attribute in ("dtype", "shape", "requires_grad", "is_leaf", "grad"):
+            assert getattr(tensor, attribute) == getattr(expected, attribute), (name, attribute)
+        assert type(tensor) is type(expected)
+        assert tensor.stride() == expected.stride()
+
+
+@to_float32
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("is_told", [True, False], ids=["told", "blind"])
+def test_a_module_gets_widened_memory(
+    convert: Callable[[nn.Module], nn.Module],
+    dtype: torch.dtype,
+    is_told: bool,
+    asked: list[Variant],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not is_told:
+        monkeypatch.setattr(pages, "_PAGEMAP", "/proc/self/there-is-no-such-file")
+    plain = Net(dtype)
+    modules = [loaded(plain), loaded(plain)]
+    for module in modules:
+        assert convert(module) is module
+    assert elided() == 2 * 4
+    assert {each.widened for each in asked} == {str(dtype).removeprefix("torch.")}
+    with patches.inactive():
+        convert(plain)
+    for module in modules:
+        assert_alike(module, plain)
+        assert module.table._version == plain.table._version == 0
+        assert module.tied.weight is module.second.weight
+        images = {image_of(each) for each in (module.first.weight, module.frozen, module.table)}
+        assert len(images) == 1
+        assert None not in images
+    with torch.no_grad():
+        modules[0].first.weight.fill_(7)
+    assert_alike(modules[1], plain)
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda module: module.to(torch.float64),
+        lambda module: module.half(),
+        lambda module: module.bfloat16(),
+        lambda module: module.to("cpu"),
+        lambda module: module.to(torch.float32, memory_format=torch.channels_last),
+        lambda module: module.to(device="meta", dtype=torch.float32),
+    ],
+)
+def test_other_conversions_are_torchs(
+    convert: Callable[[nn.Module], nn.Module], asked: list[Variant]
+) -> None:
+    plain = nn.Conv2d(SIDE, SIDE, 3, bias=False).half()
+    module = nn.Conv2d(SIDE, SIDE, 3, bias=False).half()
+    module.load_state_dict(cached(plain.state_dict()), assign=True)
+    with patches.inactive():
+        expected = convert(plain).weight
+    weight = convert(module).weight
+    assert (weight.dtype, weight.device) == (expected.dtype, expected.device)
+    assert weight.stride() == expected.stride()
+    assert weight.is_meta or torch.equal(weight, expected)
+    assert (asked, elided()) == ([], 0)
+
+
+def test_a_tensor_that_is_converted_and_moved_otherwise(asked: list[Variant]) -> None:
+    """A module's own _apply may do what it likes."""
+
+    class Moved(nn.Linear):
+        def _apply(self, fn: Any, recurse: bool = True) -> Any:
+            self.copies = [
+                self.weight.to(torch.float32, copy=True),
+                self.weight.to(torch.float64),
+                self.weight.to(self.weight.float()),
+                self.weight.to(device="cpu", dtype=torch.float32),
+            ]
+            with pytest.raises((TypeError, RuntimeError)):
+                self.weight.to("no such thing")
+            return self
+
+    module = Moved(SIDE, SIDE, bias=False, dtype=torch.float16)
+    module.load_state_dict(cached(module.state_dict()), assign=True)
+    expected = module.weight.detach().clone()
+    with torch.no_grad():
+        module.float()
+    assert [each.dtype for each in module.copies] == [
+        torch.float32,
+        torch.float64,
+        torch.float32,
+        torch.float32,
+    ]
+    assert all(torch.equal(each, expected.to(each.dtype)) for each in module.copies)
+    assert image_of(module.copies[0]) is None
+    addresses = [each.data_ptr() for each in module.copies]
+    assert len(set(addresses)) == len(addresses), "each has memory of its own"
+
+
+@to_float32
+def test_what_was_written_is_converted_by_torch(
+    convert: Callable[[nn.Module], nn.Module], asked: list[Variant]
+) -> None:
+    module = loaded(Net(torch.float16))
+    with torch.no_grad():
+        module.first.weight[3, 4] = 77
+    expected = module.first.weight.detach().float()
+    convert(module)
+    assert torch.equal(module.first.weight, expected)
+    assert image_of(module.first.weight) is None
+    assert elided() == 3
+
+
+def test_a_part_of_a_file_is_not_worth_it(asked: list[Variant]) -> None:
+    state = cached({"weight": torch.randn(SIDE, SIDE).half(), "other": torch.randn(SIDE, SIDE)})
+    module = nn.Linear(SIDE, SIDE, bias=False).half()
+    module.load_state_dict({"weight": state["weight"]}, assign=True)
+    module.float()
+    assert torch.equal(module.weight, state["weight"].float())
+    assert asked == []
+
+
+def test_tied_tensors_are_no_larger_part(asked: list[Variant]) -> None:
+    state = cached({"weight": torch.randn(SIDE, SIDE).half(), "other": torch.randn(SIDE, SIDE)})
+    module = nn.ModuleList([nn.Linear(SIDE, SIDE, bias=False).half() for _ in range(4)])
+    for each in module:
+        each.load_state_dict({"weight": state["weight"]}, assign=True)
+    module.float()
+    assert asked == []
+
+
+def test_a_gradient_goes_along(asked: list[Variant]) -> None:
+    plain = Net(torch.float16)
+    module = loaded(plain)
+    for each in (plain, module):
+        each.first.weight.grad = torch.ones(SIDE, SIDE, dtype=torch.float16)
+    module.float()
+    with patches.inactive():
+        plain.float()
+    assert torch.equal(module.first.weight.grad, plain.first.weight.grad)
+    assert module.first.weight.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    "setting", ["swap_module_params_on_conversion", "overwrite_module_params_on_conversion"]
+)
+def test_settings_of_torch(
+    setting: str, asked: list[Variant], request: pytest.FixtureRequest
+) -> None:
+    plain = Net(torch.float16)
+    module = loaded(plain)
+    change = getattr(torch.__future__, f"set_{setting}")
+    request.addfinalizer(lambda: change(False))
+    change(True)
+    module.float()
+    with patches.inactive():
+        plain.float()
+    for (name, ours), theirs in zip(module.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_who_watches_sees_what_torch_does(asked: list[Variant]) -> None:
+    seen = []
+
+    class Watching(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    module = loaded(Net(torch.float16))
+    with Watching():
+        module.float()
+    assert torch.Tensor.float in seen
+    assert (asked, elided()) == ([], 0)
+
+
+def test_inference_mode(asked: list[Variant]) -> None:
+    module = loaded(Net(torch.float16))
+    with torch.inference_mode():
+        module.float()
+    assert module.table.is_inference()
+    assert asked == []
+
+
+def test_a_module_that_was_not_loaded(asked: list[Variant]) -> None:
+    plain = Net(torch.float16)
+    assert plain.float() is plain
+    assert plain.first.weight.dtype is torch.float32
+    assert asked == []
+
+
+@pytest.mark.parametrize("is_of_ours", [True, False])
+def test_an_error(is_of_ours: bool, asked: list[Variant], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours: torch converts. The program's: it is the same, and nothing stays behind."""
+    module = loaded(Net(torch.float16))
+    expected = module.first.weight.detach().float()
+
+    def fail(*_: object) -> Any:
+        raise MemoryFailure("no")
+
+    if is_of_ours:
+        monkeypatch.setattr(torch_mappings.FreshMappings, "take", fail)
+        module.float()
+        assert torch.equal(module.first.weight, expected)
+        assert diagnostics.stats().events["elision_error:MemoryFailure"] == 4
+    else:
+        module.second._apply = fail
+        with pytest.raises(MemoryFailure, match="no"):
+            module.float()
+    assert torch._C._len_torch_function_stack() == 0
+
+
+@pytest.mark.parametrize("arguments", [(1, 2, 3), ("no such device",), (torch.int32,)])
+def test_wrong_calls_are_torchs(arguments: tuple[Any, ...], asked: list[Variant]) -> None:
+    texts = []
+    for is_active in (True, False):
+        module = loaded(Net(torch.float16))
+        with patches.inactive() if not is_active else torch.enable_grad():
+            with pytest.raises((TypeError, RuntimeError)) as caught:
+                module.to(*arguments)
+            texts.append(str(caught.value))
+            with pytest.raises(TypeError):
+                module.float(*arguments)
+    assert texts[0] == texts[1]
+
+
+def test_the_wrappers_look_like_the_originals() -> None:
+    for name in ("float", "to"):
+        method = getattr(nn.Module, name)
+        original = inspect.unwrap(method)
+        assert method is not original
+        assert method.__qualname__ == original.__qualname__
+        assert inspect.signature(method) == inspect.signature(original)

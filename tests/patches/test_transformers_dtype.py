@@ -1,0 +1,241 @@
+"""from_pretrained of files in 16 bits into float32: transformers' own outcome, without copies."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from images import image_of, make_variants, needs_extension
+
+from trims_shim import diagnostics, patches
+from trims_shim.errors import MemoryFailure
+from trims_shim.patches import points, torch_from_file, torch_mappings, transformers_dtype
+from trims_shim.specs import Variant
+from trims_shim.testing import FakeDaemon
+
+transformers = pytest.importorskip("transformers", minversion="5")
+core = pytest.importorskip("transformers.core_model_loading")
+modeling = pytest.importorskip("transformers.modeling_utils")
+pytestmark = needs_extension
+
+SIDE = 256
+
+
+@pytest.fixture(autouse=True)
+def _patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(patches, "_is_enabled", True)
+    diagnostics.reset_after_fork()
+    applied = [
+        points.apply(point) for point in (*torch_from_file.POINTS, *transformers_dtype.POINTS)
+    ]
+    assert all(each.state is points.PatchState.APPLIED for each in applied)
+    with FakeDaemon(strict="1"):
+        yield
+    for each in applied:
+        points.undo(each)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
+    return make_variants(monkeypatch)
+
+
+@pytest.fixture(params=["threads", "one by one"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How transformers reads the tensors."""
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", str(int(request.param != "threads")))
+    return str(request.param)
+
+
+def saved(path: Path, dtype: torch.dtype, **options: Any) -> Path:
+    configuration = transformers.GPT2Config(
+        vocab_size=512,
+        n_positions=64,
+        n_embd=SIDE,
+        n_layer=2,
+        n_head=4,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(1)
+    transformers.GPT2LMHeadModel(configuration).to(dtype).save_pretrained(path, **options)
+    return path
+
+
+def loaded(path: Path, **options: Any) -> Any:
+    return transformers.GPT2LMHeadModel.from_pretrained(path, **options)
+
+
+def plainly(path: Path, **options: Any) -> Any:
+    """As transformers loads it, in memory of its own."""
+    with patches.inactive():
+        return loaded(path, **options)
+
+
+def elided() -> int:
+    return diagnostics.stats().events.get("elided:from_pretrained", 0)
+
+
+def assert_alike(ours: Any, theirs: Any) -> None:
+    for (name, tensor), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(tensor, expected), name
+        for attribute in ("dtype", "requires_grad", "is_leaf", "_version"):
+            assert getattr(tensor, attribute) == getattr(expected, attribute), (name, attribute)
+        assert tensor.stride() == expected.stride()
+    assert ours.lm_head.weight is ours.transformer.wte.weight
+    for tensor, expected in zip(ours.buffers(), theirs.buffers(), strict=True):
+        assert torch.equal(tensor, expected)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": "700KB"}], ids=["whole", "shards"])
+def test_the_model_gets_widened_memory(
+    tmp_path: Path, dtype: torch.dtype, shards: dict[str, str], asked: list[Variant]
+) -> None:
+    path = saved(tmp_path, dtype, **shards)
+    files = len(list(path.glob("*.safetensors")))
+    assert (files > 1) is bool(shards)
+    theirs = plainly(path, dtype=torch.float32)
+    models = [loaded(path, dtype=torch.float32) for _ in range(2)]
+    large = [
+        name
+        for name, each in theirs.named_parameters()
+        if each.nbytes >= 2 * torch_mappings.MIN_SIZE_BYTES
+    ]
+    assert elided() == 2 * len(large)
+    for model in models:
+        assert_alike(model, theirs)
+        for name in large:
+            assert image_of(model.get_parameter(name)) is not None, name
+    with torch.no_grad():
+        models[0].lm_head.weight.fill_(7)
+    assert_alike(models[1], theirs)
+    again = loaded(path, dtype=torch.float32)
+    assert_alike(again, theirs)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float16, {}),
+        (torch.float16, {"dtype": torch.bfloat16}),
+        (torch.float16, {"dtype": torch.float64}),
+        (torch.float32, {"dtype": torch.float16}),
+        (torch.float32, {"dtype": torch.float32}),
+    ],
+)
+def test_others_are_as_before(
+    tmp_path: Path, dtype: torch.dtype, options: dict[str, Any], asked: list[Variant]
+) -> None:
+    path = saved(tmp_path, dtype)
+    assert_alike(loaded(path, **options), plainly(path, **options))
+    assert (asked, elided()) == ([], 0)
+
+
+def test_layers_that_are_to_be_more_exact(
+    tmp_path: Path, asked: list[Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float32 for them alone; the image would be of all."""
+    path = saved(tmp_path, torch.float16)
+    monkeypatch.setattr(
+        transformers.GPT2LMHeadModel, "_keep_in_fp32_modules", ["c_fc"], raising=False
+    )
+    model = loaded(path, dtype=torch.float16)
+    assert model.transformer.h[0].mlp.c_fc.weight.dtype is torch.float32
+    assert (asked, elided()) == ([], 0)
+
+
+def test_a_checkpoint_that_is_mostly_something_else(tmp_path: Path, asked: list[Variant]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = saved(tmp_path, torch.float32)
+    state = load_file(path / "model.safetensors")
+    state["transformer.wpe.weight"] = state["transformer.wpe.weight"].half()
+    name = "transformer.h.0.mlp.c_fc.weight"
+    state[name] = state[name].half()
+    save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+    assert_alike(loaded(path, dtype=torch.float32), plainly(path, dtype=torch.float32))
+    assert asked == []
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("where", ["take", "begin"])
+def test_after_an_error_of_ours_transformers_converts(
+    where: str, tmp_path: Path, asked: list[Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> Any:
+        raise MemoryFailure("no")
+
+    path = saved(tmp_path, torch.float16)
+    if where == "take":
+        monkeypatch.setattr(torch_mappings.FreshMappings, "take", fail)
+    else:
+        monkeypatch.setattr(transformers_dtype, "Widening", fail)
+    assert_alike(loaded(path, dtype=torch.float32), plainly(path, dtype=torch.float32))
+    assert elided() == 0
+    assert diagnostics.stats().events["elision_error:MemoryFailure"] >= 1
+
+
+def test_an_error_of_transformers_leaves_nothing_behind(
+    tmp_path: Path, asked: list[Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path, torch.float16)
+
+    def fail(*_: object) -> Any:
+        raise RuntimeError("theirs")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(core, "set_param_for_module", fail)
+        with pytest.raises(RuntimeError, match="theirs"):
+            loaded(path, dtype=torch.float32)
+    assert transformers_dtype._widening.get() is None
+
+
+def test_an_entry_is_what_it_stands_for() -> None:
+    class Slice:
+        def get_shape(self) -> list[int]:
+            return [2, 3]
+
+        def __getitem__(self, index: Any) -> Any:
+            return index
+
+    entry = transformers_dtype._Entry(Slice(), transformers_dtype.Widening("x", lambda *_: False))
+    assert entry.get_shape() == [2, 3]
+    assert entry[1:2] == slice(1, 2)
+    assert entry[...] is ...
+
+
+@pytest.mark.parametrize(
+    ("options", "is_ours"),
+    [
+        ({"device": "cpu", "dtype": torch.float32}, True),
+        ({"device": None, "dtype": torch.float32, "sharding_op": None, "tensor_idx": 3}, True),
+        ({"device": torch.device("cpu"), "dtype": torch.float32}, True),
+        ({"device": "cuda:0", "dtype": torch.float32}, False),
+        ({"device": "meta", "dtype": torch.float32}, False),
+        ({"dtype": torch.float16}, False),
+        ({"dtype": torch.float32, "sharding_op": object()}, False),
+    ],
+)
+def test_what_is_asked_for(options: dict[str, Any], is_ours: bool) -> None:
+    seen: list[Any] = []
+    spawn = transformers_dtype._wrap_materialize(lambda _, tensor, *__, **___: seen.append(tensor))
+    spawn(None, "entry", **options)
+    token = transformers_dtype._widening.set(transformers_dtype.Widening("x", lambda *_: False))
+    spawn(None, "entry", **options)
+    transformers_dtype._widening.reset(token)
+    assert seen[0] == "entry"
+    assert isinstance(seen[1], transformers_dtype._Entry) is is_ours
+
+
+def test_the_wrappers_look_like_the_originals() -> None:
+    for function in (modeling.convert_and_load_state_dict_in_model, core.spawn_materialize):
+        original: Callable[..., Any] = inspect.unwrap(function)
+        assert function is not original
+        assert inspect.signature(function) == inspect.signature(original)

@@ -1,0 +1,122 @@
+"""torch.nn.Module.float and to(torch.float32) of modules in 16 bits, without copies.
+
+Both call ``Tensor.float`` or ``Tensor.to`` for each parameter and buffer, and do the rest
+themselves: identity, gradients, hooks and ties stay torch's. Ours runs them under a function mode
+that answers those calls for unwritten tensors that the cache loaded (:mod:`.torch_widening`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from trims_shim import patches
+from trims_shim.client import arenas
+from trims_shim.memory.mapping import are_addresses_limited
+from trims_shim.patches.points import PatchPoint
+from trims_shim.patches.torch_copies import is_watched
+from trims_shim.patches.torch_mappings import count_error
+from trims_shim.patches.torch_widening import Widening, is_narrow
+
+__all__ = ["POINTS"]
+
+_TO = torch.Tensor.to
+_FLOAT = torch.Tensor.float
+
+
+class _ConversionMode(TorchFunctionMode):
+    """Answers the conversions to float32 that a module makes of its tensors."""
+
+    def __init__(self, widening: Widening) -> None:
+        super().__init__()
+        self._widening = widening
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (func is _FLOAT or func is _TO) and args:
+            found = self._widened(func, *args, **kwargs)
+            if found is not None:
+                return found
+        return func(*args, **kwargs)
+
+    def _widened(self, func: Any, tensor: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        try:
+            if func is _TO and not _is_to_float32(*args, **kwargs):
+                return None
+        # Border: torch has its own words for arguments that it does not take.
+        except (RuntimeError, TypeError):
+            return None
+        return self._widening.widened(tensor)
+
+
+def _is_to_float32(*args: Any, **kwargs: Any) -> bool:
+    """Whether a call of ``to`` on a tensor in host memory gives it float32, and does only that."""
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    return (
+        dtype is torch.float32
+        and (device is None or device.type == "cpu")
+        and memory_format in (None, torch.preserve_format)
+    )
+
+
+def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_float32 = not args and not kwargs if is_float else _names_float32(args, kwargs)
+        widening = _begin(self) if is_float32 and patches.active() else None
+        if widening is None:
+            return original(self, *args, **kwargs)
+        try:
+            with _ConversionMode(widening):
+                return original(self, *args, **kwargs)
+        finally:
+            widening.end()
+
+    is_float = original.__name__ == "float"
+    return convert
+
+
+def _names_float32(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(each is torch.float32 for each in (*args, kwargs.get("dtype")))
+
+
+def _begin(module: torch.nn.Module) -> Widening | None:
+    try:
+        if is_watched() or are_addresses_limited():
+            return None
+        with torch.no_grad():  # as torch converts
+            tensors = {id(each): each for each in _tensors(module) if is_narrow(each)}
+        if tensors:
+            return Widening("float32", functools.partial(_is_mostly, list(tensors.values())))
+    # Border: torch converts, and raises an error of its own if it fails too.
+    except Exception as error:
+        count_error(error, "float32")
+    return None
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _is_mostly(tensors: list[torch.Tensor], image: arenas.Image, numbers: str) -> bool:
+    """Whether most of an image are tensors of the module of this dtype."""
+    dtype = getattr(torch, numbers)
+    sizes = {}  # tied tensors once
+    for each in tensors:
+        found = arenas.find(each.data_ptr(), each.nbytes)
+        if each.dtype is dtype and found is not None and found[0] is image:
+            sizes[each.data_ptr()] = each.nbytes
+    return 2 * sum(sizes.values()) > image.size_bytes
+
+
+POINTS: tuple[PatchPoint, ...] = (
+    PatchPoint("torch.nn.modules.module:Module.float", "2.4+", _wrap),
+    PatchPoint("torch.nn.modules.module:Module.to", "2.4+", _wrap),
+)
