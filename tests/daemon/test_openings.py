@@ -49,6 +49,7 @@ from trims_shim.errors import (
     ReadFailed,
     TooManyRequests,
     TrimsError,
+    UnsupportedFormat,
 )
 from trims_shim.memory import copying
 from trims_shim.memory.device import DeviceSegment
@@ -725,12 +726,11 @@ class TestVariants:
         front.work()
 
     @pytest.mark.parametrize(
-        ("tier", "variant", "can_widen"),
+        ("tier", "variant"),
         [
-            ("host", Variant(8, "float16"), False),
-            ("host", Variant(7, "float16"), True),
-            ("host", Variant(0, "float99"), True),
-            ("GPU-1", Variant(0, "float16"), True),
+            ("host", Variant(7, "float16")),
+            ("host", Variant(0, "float99")),
+            ("GPU-1", Variant(0, "float16")),
         ],
     )
     def test_what_is_not_widened(
@@ -740,11 +740,18 @@ class TestVariants:
         monkeypatch: pytest.MonkeyPatch,
         tier: str,
         variant: Variant,
-        can_widen: bool,
     ) -> None:
-        monkeypatch.setattr(copying, "can_widen", lambda: can_widen)
+        monkeypatch.setattr(copying, "can_widen", lambda: True)
         with pytest.raises(AccessDenied, match=f"widened from '{variant.widened}'"):
             file.request(front, front.client(OWN), tier=tier, variant=variant)
+
+    def test_without_the_extension_it_is_said_why(
+        self, front: HostFront, file: File, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(copying, "can_widen", lambda: False)
+        with pytest.raises(UnsupportedFormat, match="without a compiler"):
+            file.request(front, front.client(OWN), variant=Variant(8, "float16"))
+        assert file.offer(front, front.client(OWN), variant=Variant(8)) is not None
 
     def test_a_file_of_one_byte_is_no_number(
         self, front: HostFront, file: File, monkeypatch: pytest.MonkeyPatch

@@ -52,6 +52,7 @@ from trims_shim.errors import (
     ReadFailed,
     TooManyRequests,
     TrimsError,
+    UnsupportedFormat,
 )
 from trims_shim.memory import copying
 from trims_shim.memory.device import DeviceSegment
@@ -491,6 +492,11 @@ def _opening(request: Request, offer: Offer) -> Opening:
         raise AccessDenied(
             f"no image at {asked.tier[:80]!r}{how} has {variant.lead_bytes} bytes before the file"
         )
+    if variant.widened and not copying.can_widen():
+        raise UnsupportedFormat(
+            "the daemon was installed without a compiler, so it has no copy engine that converts "
+            "numbers; install trims_shim where there is one"
+        )
     if variant.size_bytes(identity.size_bytes) == 0:
         raise ReadFailed(f"{name[:200]} is empty")
     session, user = request.session.number, request.session.peer.uid
@@ -498,12 +504,12 @@ def _opening(request: Request, offer: Offer) -> Opening:
 
 
 def _is_made(variant: Variant) -> bool:
-    """Whether images of this variant are made here."""
+    """Whether images of this variant are made at all."""
     is_led = 0 <= variant.lead_bytes < messages.ALIGNMENT_BYTES
     if not variant.widened:
         return is_led
     is_even = variant.lead_bytes % 2 == 0  # else the numbers of the file would lie across its ends
-    return is_led and is_even and variant.widened in WIDENED and copying.can_widen()
+    return is_led and is_even and variant.widened in WIDENED
 
 
 def _after(tier: Tier, finished: Finished[Any]) -> list[Action]:
