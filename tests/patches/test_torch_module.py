@@ -1350,6 +1350,16 @@ def test_unknown_keywords_fail_as_before() -> None:
     assert _message(nn.Module.load_state_dict, weight(), {}, **options) == expected
 
 
+@pytest.mark.parametrize("arguments", [(True,), (True, False)])
+def test_an_argument_given_twice_fails_as_before(arguments: tuple[bool, ...]) -> None:
+    state, twice = cached(weight().state_dict()), ["strict", "assign"][len(arguments) - 1]
+    expected = _message(torchs_own, weight(), state, *arguments, **{twice: False})
+    assert (
+        _message(nn.Module.load_state_dict, weight(), state, *arguments, **{twice: False})
+        == expected
+    )
+
+
 @pytest.mark.parametrize("positional", [True, False])
 def test_assign_is_torchs(positional: bool, prepare: Callable[..., None]) -> None:
     module, state = weight(), cached(weight().state_dict())

@@ -30,6 +30,8 @@ from trims_shim.patches.points import PatchPoint
 
 __all__ = ["POINTS"]
 
+_ARGUMENTS = ("state_dict", "strict", "assign")
+
 
 def _probe_load() -> str | None:
     from trims_shim.patches import torch_copies
@@ -55,7 +57,7 @@ def _is_plain_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
     Anything else, wrong calls included, is the original's business.
     """
-    return len(args) in (2, 3, 4) and kwargs.keys() <= {"strict", "assign"}
+    return len(args) in (2, 3, 4) and kwargs.keys() <= {*_ARGUMENTS[len(args) - 1 :]}
 
 
 def _probe_resize() -> str | None:
