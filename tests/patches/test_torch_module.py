@@ -1316,6 +1316,16 @@ def test_errors_are_torchs_and_the_rest_is_loaded(
     assert_equal(nets[1], nets[0].state_dict())
 
 
+def test_a_state_dict_given_by_name(prepare: Callable[..., None]) -> None:
+    """So torch.distributed.checkpoint calls it, and with it accelerate."""
+    expected = Net().state_dict()
+    net = Net()
+    prepare(net)
+    net.load_state_dict(assign=False, state_dict=cached(expected))
+    assert_equal(net, expected)
+    assert elided() == NET_LARGE
+
+
 def test_not_strict(prepare: Callable[..., None]) -> None:
     expected = Net().state_dict()
     state = cached(expected)
@@ -1344,10 +1354,11 @@ def test_wrong_calls_fail_as_before(arguments: tuple[Any, ...]) -> None:
     assert _message(nn.Module.load_state_dict, module, *arguments) == expected
 
 
-def test_unknown_keywords_fail_as_before() -> None:
+@pytest.mark.parametrize("arguments", [({},), ()])
+def test_unknown_keywords_fail_as_before(arguments: tuple[Any, ...]) -> None:
     options = {"strictly": True}
-    expected = _message(torchs_own, weight(), {}, **options)
-    assert _message(nn.Module.load_state_dict, weight(), {}, **options) == expected
+    expected = _message(torchs_own, weight(), *arguments, **options)
+    assert _message(nn.Module.load_state_dict, weight(), *arguments, **options) == expected
 
 
 @pytest.mark.parametrize("arguments", [(True,), (True, False)])

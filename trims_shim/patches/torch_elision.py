@@ -96,7 +96,7 @@ def load(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """
     call = _Call()
     try:
-        way = call.begin(original, args[0], args[1])
+        way = call.begin(original, args[0], args[1] if args[1:] else kwargs["state_dict"])
         if way is _Way.DONE:
             return torch_module._IncompatibleKeys([], [])
         if way is _Way.TORCHS_OWN:

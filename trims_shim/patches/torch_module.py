@@ -57,7 +57,8 @@ def _is_plain_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
     Anything else, wrong calls included, is the original's business.
     """
-    return len(args) in (2, 3, 4) and kwargs.keys() <= {*_ARGUMENTS[len(args) - 1 :]}
+    has_state_dict = len(args) > 1 or (len(args) == 1 and "state_dict" in kwargs)
+    return has_state_dict and len(args) <= 4 and kwargs.keys() <= {*_ARGUMENTS[len(args) - 1 :]}
 
 
 def _probe_resize() -> str | None:
