@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import multiprocessing.connection
+import multiprocessing.spawn
 import os
 import resource
 import signal
@@ -110,6 +111,17 @@ def unloadable(device: str) -> Function:
     raise OSError("there are no weights")
 
 
+def leaving(device: str) -> Function:
+    raise SystemExit("no licence")
+
+
+def leaving_later(device: str) -> Function:
+    def leave(batch: Any) -> Any:
+        raise SystemExit("no licence")
+
+    return leave
+
+
 def unloadable_again(marks: str, device: str) -> Function:
     """Loads in the first process only, and dies at a 9."""
     if os.listdir(marks):
@@ -161,6 +173,12 @@ def waiting_for(path: str, device: str) -> Function:
         return batch
 
     return wait
+
+
+def waiting_at(value: float, path: str, device: str) -> Function:
+    """As ``waiting_for``, with batches that have the value."""
+    wait = waiting_for(path, device)
+    return lambda batch: wait(batch) if (batch == value).any() else batch
 
 
 def ensemble_of(*loads: Any, batch_size: int = 8, workers: int = 1, **options: Any) -> Ensemble:
@@ -321,6 +339,22 @@ def dying_when_ready(marks: str, device: str) -> Function:
 
     first.touch()
     multiprocessing.connection.Connection.send = send_and_die  # type: ignore[method-assign]
+    return lambda batch: batch
+
+
+def without_listener(device: str) -> Function:
+    """Its program has closed the socket when it says that it is ready."""
+
+    def send(connection: Any, message: object) -> None:
+        raise BrokenPipeError
+
+    multiprocessing.connection.Connection.send = send  # type: ignore[method-assign]
+    return lambda batch: batch
+
+
+def spawning(device: str) -> Function:
+    """Needs what ``multiprocessing`` hands to processes that it spawns."""
+    multiprocessing.spawn.get_preparation_data("a")
     return lambda batch: batch
 
 

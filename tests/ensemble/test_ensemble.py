@@ -144,6 +144,9 @@ def test_workers_have_as_many_threads_as_cores(monkeypatch: pytest.MonkeyPatch) 
     core = min(os.sched_getaffinity(0))
     with ensemble_of(members.with_environment, devices=[f"cpu:{core}"], combine="none") as ensemble:
         assert ensemble.predict(ROWS[:1])["a"] == [f"cpu [{core}] 1"]
+    with ensemble_of(members.with_environment, combine="none") as ensemble:
+        threads = len(os.sched_getaffinity(0))
+        assert ensemble.predict(ROWS[:1])["a"][0].endswith(f" {threads}")
     with ensemble_of(members.with_environment, workers=2, combine="none") as ensemble:
         assert ensemble.predict(ROWS[:1])["a"][0].endswith(" None"), "as libraries choose on GPUs"
 
@@ -197,6 +200,7 @@ def test_callers_wait_while_as_many_segments_are_under_way_as_may_be(tmp_path: P
         second.join(0.3)
         assert second.is_alive()
         assert ensemble.stats().samples == 8
+        assert not first.cancel()
         go.touch()
         second.join(PATIENCE_S)
         assert not second.is_alive()
@@ -242,6 +246,7 @@ def test_an_error_without_a_text_is_the_calls_too() -> None:
         (by(members.returning, np.zeros(3)), "returned 3 rows for a batch of 4 samples"),
         (by(members.returning, None), "a NoneType has no rows"),
         (members.stubborn, "cannot pickle"),
+        (members.leaving_later, "failed on 4 samples on cpu: SystemExit: no licence"),
     ],
 )
 def test_results_that_are_none(load: Any, message: str) -> None:
@@ -404,10 +409,12 @@ def test_the_batch_of_a_worker_that_died_is_answered_by_the_next_one(tmp_path: P
         assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_another_worker_takes_over_where_none_is_started_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [8, 300])
+def test_another_worker_takes_over_where_none_is_started_again(tmp_path: Path, rows: int) -> None:
+    """Also one that has nothing to do."""
     load = by(members.dying_at, 7.0, str(tmp_path), 1)
     with ensemble_of(load, workers=2, restarts=0) as ensemble:
-        assert np.array_equal(ensemble.predict(ROWS), ROWS)
+        assert np.array_equal(answered(ensemble, ROWS[:rows]), ROWS[:rows])
         assert sorted(worker.pid is None for worker in ensemble.stats().workers) == [False, True]
 
 
@@ -428,6 +435,8 @@ def test_without_workers_of_a_member_everything_fails(tmp_path: Path) -> None:
             ensemble.predict(ROWS)
         with pytest.raises(MemberFailed, match="ended by signal 9"):
             ensemble.predict(ROWS[100:])
+    with pytest.raises(MemberFailed, match="ended by signal 9"):
+        ensemble.predict(ROWS[100:])
 
 
 def test_a_member_that_cannot_be_loaded_again(tmp_path: Path) -> None:
@@ -445,6 +454,7 @@ def test_a_member_that_cannot_be_loaded_again(tmp_path: Path) -> None:
     [
         (members.unloadable, "'b' could not be loaded on cpu: OSError: there are no weights"),
         (members.no_function, "returned a int, not a function of a batch"),
+        (members.leaving, "'b' could not be loaded on cpu: SystemExit: no licence"),
     ],
 )
 def test_a_member_that_cannot_be_loaded(load: Any, message: str) -> None:
