@@ -62,6 +62,34 @@ def test_a_worker_whose_program_ends_amid_a_message_ends_quietly(
     assert capfd.readouterr().err == ""
 
 
+def test_a_worker_whose_program_ends_before_it_says_anything_ends_quietly(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    load = hosting.pickled(by(members.times, 1.0), "a")
+    monkeypatch.setattr(hosting.WorkerProcess, "_send", lambda self, message: None)
+    monkeypatch.setattr(hosting, "_MOMENT_S", PATIENCE_S)  # it has to start before it can end
+    process = hosting.WorkerProcess(hosting.set_up(member="a", device="cpu", load=load))
+    assert process.death() == "ended with status 0"
+    assert capfd.readouterr().err == ""
+
+
+def test_a_worker_whose_program_ends_before_it_can_answer_ends_quietly(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(MemberFailed, match="ended with status 0"):
+        ensemble_of(members.without_listener, restarts=0)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_worker_that_has_only_closed_its_socket_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosting, "_MOMENT_S", 0.05)
+    load = hosting.pickled(by(members.times, 1.0), "a")
+    process = hosting.WorkerProcess(hosting.set_up(member="a", device="cpu", load=load))
+    os.kill(process.pid, signal.SIGSTOP)
+    assert process.death() == "closed its socket"
+    assert not is_running(process.pid)
+
+
 def test_a_worker_that_cannot_be_told_something_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -171,6 +199,15 @@ def test_ctrl_c_while_a_worker_starts_is_for_the_program_alone(
         status = Path(f"/proc/{worker.pid}/status").read_text()
         (blocked,) = [line.split()[1] for line in status.splitlines() if "SigBlk" in line]
         assert not int(blocked, 16), "what it starts gets Ctrl-C as always"
+
+
+def test_ctrl_c_that_the_program_had_blocked_stays_so() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with ensemble_of(by(members.times, 1.0)):
+            assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # --- forks ----------------------------------------------------------------------------------------
@@ -601,6 +638,21 @@ def test_load_functions_that_workers_cannot_find(tmp_path: Path, way: str) -> No
     arguments = {"package": ["-m", "package"], "input": ["-"], "command": ["-c", text]}[way]
     done = ran(arguments, tmp_path, text)
     assert "'a' is defined in a session, on a command line or in a package's" in done.stderr
+
+
+def test_a_program_that_is_run_as_a_module_may_import_its_neighbours(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "factors.py").write_text("FACTOR = 2\n")
+    text = PROGRAM.format(main="main()").replace("batch * 2", "batch * FACTOR")
+    (package / "program.py").write_text(f"from .factors import FACTOR\n{text}")
+    done = ran(["-m", "package.program"], tmp_path)
+    assert (done.stdout, done.stderr) == ("[2.0, 2.0, 2.0]\n", "")
+
+
+def test_load_functions_may_start_processes() -> None:
+    with ensemble_of(members.spawning) as ensemble:
+        assert np.array_equal(ensemble.predict(ROWS), ROWS)
 
 
 TELLING = """
