@@ -419,10 +419,10 @@ class System:
         if not any(segment.missing):
             self._combine_segment(segment)
             with self._lock:
-                if self._end(job.segment) is not None:
-                    superfluous = self._buffers.give_back(segment.buffer)
-                    if superfluous is not None:
-                        self._crew.close_buffer(superfluous)
+                self._end(job.segment)
+                superfluous = self._buffers.give_back(segment.buffer)
+                if superfluous is not None:
+                    self._crew.close_buffer(superfluous)
 
     def _failed(self, number: int, message: messages.Failure) -> None:
         place = self._places[number]
@@ -484,4 +484,3 @@ class System:
             self._error = error
         for segment in list(self._segments):
             self._fail(segment, error)
-        self._changed.notify_all()
