@@ -57,6 +57,22 @@ def test_no_more_is_sent_of_a_call_that_has_failed() -> None:
         assert ensemble.stats().samples <= 16
 
 
+def test_what_waits_is_sent_though_all_batches_before_it_failed() -> None:
+    with ensemble_of(by(members.raising_at, 7.0)) as ensemble:
+        (worker,) = ensemble.stats().workers
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGSTOP)
+        try:
+            bad = [ensemble.submit(ROWS[:8]) for _ in range(2)]
+            good = ensemble.submit(ROWS[8:16])
+        finally:
+            os.kill(worker.pid, signal.SIGCONT)
+        for each in bad:
+            with pytest.raises(MemberFailed):
+                each.result(PATIENCE_S)
+        assert np.array_equal(good.result(PATIENCE_S), ROWS[8:16])
+
+
 def test_a_segment_takes_room_while_it_is_copied_and_gives_it_back_if_that_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
