@@ -530,6 +530,8 @@ class Program:
 
     def _compute(self) -> None:
         net = self._one_of(self.modules, self._new_module)
+        if isinstance(net, nn.LSTM) and any(each.dim() != 2 for each in net.all_weights[0][:2]):
+            return  # torch reads beyond the end of weights that have got another shape
         with torch.inference_mode(self.random.random() < 0.3):
             answer = net(_input(net))
         answer = answer[0] if isinstance(answer, tuple) else answer
