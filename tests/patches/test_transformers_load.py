@@ -99,6 +99,30 @@ def test_from_pretrained_in_another_dtype(devices: Devices, folder: Path) -> Non
 
 
 @pytest.mark.usefixtures("_can_dispatch")
+def test_experts_that_are_stacked(devices: Devices, tmp_path: Path) -> None:
+    """The image of the file would need as much of the device again as the model."""
+    configuration = transformers.MixtralConfig(
+        vocab_size=512,
+        hidden_size=SIDE,
+        intermediate_size=SIDE,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_local_experts=4,
+    )
+    torch.manual_seed(1)
+    transformers.MixtralForCausalLM(configuration).save_pretrained(tmp_path)
+    theirs = transformers.MixtralForCausalLM.from_pretrained(tmp_path)
+    with ToCuda(), ZerosOnCuda():
+        ours = transformers.MixtralForCausalLM.from_pretrained(tmp_path, device_map="cuda:0")
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(ours.get_parameter(name), parameter), name
+    assert devices.mappings == []
+    assert not transformers_load._assembling
+    assert safetensors_device.destination.get() is None
+
+
+@pytest.mark.usefixtures("_can_dispatch")
 def test_from_pretrained_that_is_refused(devices: Devices, folder: Path) -> None:
     from trims_shim.client.cache import cache
 

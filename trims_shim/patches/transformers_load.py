@@ -8,6 +8,9 @@ that device (:data:`.safetensors_device.destination`) and are not loaded into ho
 ``caching_allocator_warmup`` would first reserve as much device memory for the process as the model
 has, and keep it. It is left out where tensors come from shared memory. Large buffers become private
 when they are put into the model, since modules write buffers.
+
+A model that transformers puts together from the file's tensors, as it stacks experts, is left to
+it: the device would have to hold the file's image beside the result.
 """
 
 from __future__ import annotations
@@ -39,12 +42,18 @@ def _wrap_materialize(original: Callable[..., Any]) -> Callable[..., Any]:
     return _materialize_copy
 
 
+_assembling: set[object] = set()
+"""Loads under way of models that are put together. Threads of a load do not know which it is."""
+
+
 def _place(device: Any) -> Place | None:
     found = cuda_device(device)
     return None if found is None else torch_device.place_of(found)
 
 
 def _on_device(source: Any, dtype: Any, place: Place) -> torch.Tensor | None:
+    if _assembling:
+        return None
     try:
         if isinstance(source, DeferredSlice):
             return source.on_device(place.index, dtype)
@@ -67,13 +76,25 @@ def _wrap_load(original: Any) -> Any:
     @functools.wraps(inner)
     def _load_pretrained_model(*args: Any, **kwargs: Any) -> Any:
         load_config = args[3] if len(args) > 3 else kwargs.get("load_config")
-        token = destination.set(_sole_device(load_config) if patches.active() else None)
+        is_assembled = _is_assembled(load_config)
+        may_share = patches.active() and not is_assembled
+        token = destination.set(_sole_device(load_config) if may_share else None)
+        load = object()
         try:
+            if is_assembled:
+                _assembling.add(load)
             return inner(*args, **kwargs)
         finally:
+            _assembling.discard(load)
             destination.reset(token)
 
     return staticmethod(_load_pretrained_model)
+
+
+def _is_assembled(load_config: Any) -> bool:
+    """Whether transformers makes tensors of the file into others; renaming alone is none."""
+    mapping = getattr(load_config, "weight_mapping", None)
+    return type(mapping) is list and any(hasattr(each, "operations") for each in mapping)
 
 
 def _sole_device(load_config: Any) -> int | None:
