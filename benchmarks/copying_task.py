@@ -21,7 +21,7 @@ from trims_shim.formats.device_layout import DeviceLayout, Placed
 from trims_shim.memory import copying, copying_native, copying_python
 from trims_shim.memory.driver import driver
 from trims_shim.memory.host import open_best
-from trims_shim.specs import Span
+from trims_shim.specs import AS_IS, Span
 
 __all__: list[str] = []
 
@@ -107,7 +107,13 @@ def _fill_unhashed(descriptor: int, view: memoryview) -> str:
     threads = copying.default_threads()
     with copying._reading(descriptor, len(view)) as direct:
         transfer = copying_python.fill(
-            descriptor, direct, view, threads=threads, chunk_bytes=_CHUNK_BYTES, name="file"
+            descriptor,
+            direct,
+            view,
+            threads=threads,
+            chunk_bytes=_CHUNK_BYTES,
+            variant=AS_IS,
+            name="file",
         )
         return copying._run(transfer, copying._Behind(lambda _: None, None))
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import enum
 import os
+import struct
 from typing import NamedTuple
 
 __all__ = [
     "AS_IS",
     "HOST_TIER",
+    "PIECES_LIMIT",
     "PREPARED_MODEL",
     "PREPARED_WEIGHTS",
     "WIDENED",
@@ -87,6 +89,9 @@ class Record(NamedTuple):
     shape: tuple[int, ...]
 
 
+PIECES_LIMIT = 1024
+"""Of a :class:`Variant`. An offer of one with more would not fit its packet."""
+
 WIDENED = ("float16", "bfloat16")
 """What a :class:`Variant` may widen, by torch's names."""
 
@@ -97,23 +102,46 @@ class Variant(NamedTuple):
     ``lead_bytes`` zeros come first, so that tensors unaligned in the file are aligned in the image.
     Then the numbers of 16 bits that ``widened`` names ("" for none) are replaced by the same ones
     of 32 bits, whatever the bytes really are; an odd last byte is left out.
+
+    Or, without either, the image is what lies at the offsets ``pieces`` of the file, each time
+    ``piece_bytes`` bytes, one after the other: tensors as a program stacks them.
     """
 
     lead_bytes: int
     widened: str = ""
+    piece_bytes: int = 0
+    pieces: tuple[int, ...] = ()
+
+    @property
+    def is_shifted(self) -> bool:
+        """Whether the image is the file's bytes in their order, behind the lead."""
+        return not (self.widened or self.pieces)
+
+    @property
+    def key(self) -> Variant:
+        """A small stand-in: equal where variants are. Tables of many hold it."""
+        if not self.pieces:
+            return self
+        from hashlib import blake2b  # only the daemon's, and slow to import
+
+        packed = struct.pack(f"={len(self.pieces)}q", *self.pieces)
+        hashed = blake2b(packed, digest_size=16).digest()
+        return self._replace(pieces=(int.from_bytes(hashed, "big"),))
 
     def size_bytes(self, file_bytes: int) -> int:
         """The size of the image of a file."""
+        if self.pieces:
+            return len(self.pieces) * self.piece_bytes
         whole = self.lead_bytes + file_bytes
         return whole // 2 * 4 if self.widened else whole
 
     def offset_bytes(self, file_offset: int) -> int:
-        """Where the byte at an offset of the file is in the image."""
+        """Where the byte at an offset of the file is in the image, if there are no pieces."""
         return (self.lead_bytes + file_offset) * (2 if self.widened else 1)
 
     def __str__(self) -> str:
-        """What people are told: ``aligned`` or ``float32``."""
-        return "float32" if self.widened else "aligned"
+        """What people are told: ``aligned``, ``float32`` or ``stacked``."""
+        return "stacked" if self.pieces else "float32" if self.widened else "aligned"
 
 
 AS_IS = Variant(0)

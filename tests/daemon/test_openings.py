@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from blake3 import blake3
 from fronts import FakeFront, HostFront
 from harness import open_descriptors
 
@@ -744,6 +745,47 @@ class TestVariants:
         monkeypatch.setattr(copying, "can_widen", lambda: True)
         with pytest.raises(AccessDenied, match=f"widened from '{variant.widened}'"):
             file.request(front, front.client(OWN), tier=tier, variant=variant)
+
+    def test_pieces(self, front: HostFront, file: File) -> None:
+        client = front.client(OWN)
+        variant = Variant(0, "", 3, (4, 0))
+        for _ in range(2):
+            assert not file.offer(front, client, variant=variant).is_loading
+            other = variant._replace(pieces=(0, 4))
+            assert not file.offer(front, client, variant=other).is_loading, "another image"
+        front.work()
+        opened = file.offer(front, client, variant=variant).opened
+        assert opened is not None
+        expected = b"".join(file.content[at : at + 3] for at in variant.pieces)
+        assert opened.digest == blake3(expected).hexdigest()
+        assert opened.size_bytes == 6
+
+    @pytest.mark.parametrize(
+        "variant",
+        [
+            Variant(0, "", 0, (0,)),
+            Variant(0, "", -1, (0,)),
+            Variant(0, "", 4, ()),
+            Variant(0, "", 4, (-1,)),
+            Variant(0, "", 4, (1 << 63,)),
+            Variant(0, "", 4, (4,)),  # of a file of seven bytes
+            Variant(0, "", 4, (0, 0)),
+            Variant(0, "", 8, (0,)),
+            Variant(0, "", 1 << 63, (0,)),
+            Variant(8, "", 4, (0,)),
+            Variant(0, "float16", 4, (0,)),
+        ],
+    )
+    def test_pieces_that_make_no_sense(
+        self, front: HostFront, file: File, variant: Variant
+    ) -> None:
+        client = front.client(OWN)
+        for _ in range(3):
+            assert file.offer(front, client, variant=variant).opened is None
+            client.offers.popitem()[1].close()
+        assert front.host.store.ingest_count() == 0
+        with pytest.raises(AccessDenied, match=f"is {len(variant.pieces)} pieces of"):
+            file.request(front, client, variant=variant)
 
     def test_without_the_extension_it_is_said_why(
         self, front: HostFront, file: File, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,7 @@ from harness import World, content, open_path, wait_until
 from trims_shim.client.arenas import Arena, Image
 from trims_shim.client.cache import Cache
 from trims_shim.errors import AccessDenied, DaemonUnavailable
-from trims_shim.specs import Variant
+from trims_shim.specs import PIECES_LIMIT, Variant
 from trims_shim.wire import messages
 
 LEAD_BYTES = 56
@@ -56,6 +56,27 @@ def test_widened_numbers(running: World) -> None:
     assert image.digest == blake3(whole).hexdigest()
     (row,) = [each for each in running.status().images if each.digest == image.digest]
     assert list(row.names) == [f"{path} (float32)"]
+
+
+def test_pieces_of_a_file(running: World) -> None:
+    """As many as an offer can name; each client gets the image of just these."""
+    pieces = tuple(range(1 << 20, 0, -(1 << 10)))
+    variant = Variant(0, "", 2048, pieces)
+    cache, path = running.cache(), running.file(1, SIZE_BYTES)
+    arena = opened(running, cache, path)
+    image: Image = wait_until(lambda: cache.variant(arena.image, variant), "a stacked image")
+    whole = b"".join(content(1, SIZE_BYTES)[at : at + 2048] for at in pieces)
+    assert len(pieces) == PIECES_LIMIT
+    assert bytes(memoryview(image.map().buffer)) == whole
+    assert image.digest == blake3(whole).hexdigest()
+    other = running.cache()
+    theirs = opened(running, other, path)
+    found = other.variant(theirs.image, variant)
+    assert found is not None
+    assert found.digest == image.digest
+    assert other.variant(theirs.image, variant._replace(pieces=pieces[:-1])) is None
+    (row,) = [each for each in running.status().images if each.digest == image.digest]
+    assert list(row.names) == [f"{path} (stacked)"]
 
 
 def test_others_share_it_and_it_goes_with_its_users(running: World) -> None:

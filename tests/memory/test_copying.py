@@ -599,6 +599,39 @@ def test_a_file_behind_zeros(make_file: MakeFile, lead: int) -> None:
     assert digest == blake3(memory).hexdigest()
 
 
+@pytest.mark.parametrize(
+    ("piece_bytes", "pieces"),
+    [(1, (0,)), (1000, (1000, 0, 5, 5)), (3 * copying.CHUNK_BYTES + 7, (9, 0))],
+)
+def test_pieces_of_a_file(make_file: MakeFile, piece_bytes: int, pieces: tuple[int, ...]) -> None:
+    """One behind the other, whatever the chunks are; also those that are only hashed."""
+    variant, content = Variant(0, "", piece_bytes, pieces), os.urandom(piece_bytes + 1000)
+    memory = bytearray(variant.size_bytes(len(content)))
+    done: list[int] = []
+    meter = ingest.Meter()
+    with open(make_file(content), "rb") as file:
+        digest = copying.fill(
+            file.fileno(), memoryview(memory), threads=2, on_progress=done.append, variant=variant
+        )
+        hashed = ingest.hash_file(file.fileno(), len(content), meter=meter, variant=variant)
+    expected = b"".join(content[at : at + piece_bytes] for at in pieces)
+    assert memory == expected
+    assert digest == hashed == blake3(expected).hexdigest()
+    assert done[-1] == meter.done_bytes == len(expected)
+
+
+def test_a_file_that_became_shorter_than_its_pieces(make_file: MakeFile) -> None:
+    memory = bytearray(20)
+    with open(make_file(b"0123456789"), "rb") as file, pytest.raises(FileChanged, match="shorter"):
+        copying.fill(
+            file.fileno(),
+            memoryview(memory),
+            threads=2,
+            on_progress=lambda done: None,
+            variant=Variant(0, "", 10, (0, 3)),
+        )
+
+
 @needs_extension
 @pytest.mark.parametrize("size", [2, 3, 4096, 2 * copying.CHUNK_BYTES, 2 * copying.CHUNK_BYTES + 5])
 @pytest.mark.parametrize("lead", [0, 6])

@@ -10,7 +10,7 @@ import torch
 
 from trims_shim.client.arenas import Image, find
 from trims_shim.memory import copying
-from trims_shim.patches import torch_mappings
+from trims_shim.patches import torch_mappings, torch_stacking
 from trims_shim.patches.torch_storage import storage_of
 from trims_shim.specs import Variant
 
@@ -52,6 +52,8 @@ def make_variants(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
         if (image, variant) not in made:
             descriptor = os.memfd_create("variant")
             data = bytes(variant.lead_bytes) + bytes(memoryview(image.map().buffer))
+            if variant.pieces:
+                data = b"".join(data[at : at + variant.piece_bytes] for at in variant.pieces)
             if variant.widened:
                 wide = memoryview(bytearray(variant.size_bytes(image.size_bytes)))
                 copying.widen(memoryview(data), wide, variant.widened)
@@ -61,6 +63,8 @@ def make_variants(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
         return made[image, variant]
 
     monkeypatch.setattr(torch_mappings, "variant_image", variant_image)
+    monkeypatch.setattr(torch_stacking, "variant_image", variant_image)
+    monkeypatch.setattr(torch_stacking, "_MIN_SIZE_BYTES", 0)
     monkeypatch.setattr(torch_mappings, "_VARIANTS_FROM_BYTES", 0)
     return asked
 

@@ -208,7 +208,7 @@ def test_widened_weights_are_copied(devices: Devices, loaded: Callable[..., Any]
     ours.to("cuda")
     assert not any(are_shared(ours).values())
     assert_equal(ours, theirs)
-    assert reasons().keys() == {"widened"}
+    assert reasons().keys() == {"float32"}
     assert len(devices.opened) == opened
 
 

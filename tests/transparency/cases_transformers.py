@@ -8,7 +8,14 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GPT2Model
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2Model,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from .registry import Work, attempt, case, cases
 
@@ -99,6 +106,32 @@ def into_float32(work: Work, load: Any) -> object:
     with torch.no_grad():
         models[2].transformer.wte.weight.zero_()
     return [_observed(model) for model in models]
+
+
+def _saved_experts(path: Path) -> None:
+    torch.manual_seed(1)
+    MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=256,
+            hidden_size=512,
+            intermediate_size=1024,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            num_local_experts=8,
+        )
+    ).bfloat16().save_pretrained(path)
+
+
+@case(served=True)
+def experts(work: Work) -> object:
+    """From the third load on there are images of the stacked ones."""
+    path = work.file("model", _saved_experts)
+    models = [MixtralForCausalLM.from_pretrained(path) for _ in range(4)]
+    with torch.no_grad():
+        models[2].model.layers[0].mlp.experts.down_proj.zero_()
+        logits = [model(torch.tensor([[1, 5, 9]])).logits for model in models]
+    return [logits, [dict(model.named_parameters()) for model in models[1:3]]]
 
 
 @case(served=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from trims_shim.specs import PIECES_LIMIT, Variant
 from trims_shim.wire import codec, duties, messages
 from wire.samples import KINDS, sample
 
@@ -59,7 +60,12 @@ def test_messages_of_the_handshake_are_those_of_the_first_release() -> None:
 LARGEST = 1 << 62
 ALLOCATIONS_OF_A_TERABYTE = (4 << 30,) * 256
 LONGEST = (
-    messages.FileOffer(LARGEST, "GPU-" + "f" * 36, "ü" * (messages.NAME_LIMIT_BYTES // 2), 63),
+    messages.FileOffer(
+        LARGEST,
+        "GPU-" + "f" * 36,
+        "ü" * (messages.NAME_LIMIT_BYTES // 2),
+        Variant(63, "bfloat16", LARGEST, (LARGEST,) * PIECES_LIMIT),
+    ),
     messages.Goodbye("ü" * 500),
     messages.SegmentGrant(LARGEST, LARGEST, LARGEST),
     duties.PlanUploadRequest(LARGEST, LARGEST, LARGEST, True, "ü" * 1000),

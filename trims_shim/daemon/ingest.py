@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trims_shim.memory import copying
-from trims_shim.memory.copying_python import read_fully
+from trims_shim.memory.copying_python import reader
 from trims_shim.specs import AS_IS, Variant
 
 __all__ = ["Meter", "fill", "hash_file", "hash_segment"]
@@ -77,10 +77,12 @@ def hash_file(
     hasher = copying.hasher(size_bytes, lead_bytes=variant.offset_bytes(0))
     buffer = memoryview(bytearray(min(copying.CHUNK_BYTES, size_bytes)))
     wide = memoryview(bytearray(2 * len(buffer) if variant.widened else 0))
+    read = reader(descriptor, variant, name)
+    read_bytes = variant.size_bytes(size_bytes) if variant.pieces else size_bytes
     done = 0
-    while done < size_bytes:
-        part = buffer[: min(len(buffer), size_bytes - done)]
-        read_fully(descriptor, part, done, name)
+    while done < read_bytes:
+        part = buffer[: min(len(buffer), read_bytes - done)]
+        read(part, done)
         done += len(part)
         if variant.widened:
             result = wide[: len(part) // 2 * 4]

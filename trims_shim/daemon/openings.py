@@ -9,8 +9,8 @@ from (NVLink is many times faster than the way from host memory, PCIe between de
 from the host tier, else from the file. Images evicted from a device are copied to the host tier if
 there is room.
 
-A variant of an image (its bytes aligned, or widened) takes as much memory again, or more, and
-serves only later requests. So it is loaded when it is offered for the second time, if it would
+A variant of an image (its bytes aligned, widened or stacked) takes as much memory again, or more,
+and serves only later requests. So it is loaded when it is offered for the second time, if it would
 still be there should the third come as late; and no client waits for it: a client that offers it
 makes a private copy unless the image is there, or about to be.
 """
@@ -64,7 +64,8 @@ __all__ = ["Openings"]
 
 _logger = logging.getLogger("trims_shim.daemon")
 
-_ASKED_LIMIT = 256
+_ASKED_LIMIT = 4096
+"""Of one model with experts, there are some hundred."""
 _FOR_NEWCOMERS = 64
 """Descriptors that images leave to further clients. Each takes three at most while it loads."""
 _ALLOCATIONS_IN_A_PACKET = 32
@@ -487,29 +488,39 @@ class Openings:
 def _opening(request: Request, offer: Offer) -> Opening:
     identity, asked = offer.identity(), offer.message
     name, variant = asked.name, asked.variant
-    if variant != AS_IS and not (asked.tier == HOST_TIER and _is_made(variant)):
-        how = f" is widened from {variant.widened[:20]!r} and" if variant.widened else ""
-        raise AccessDenied(
-            f"no image at {asked.tier[:80]!r}{how} has {variant.lead_bytes} bytes before the file"
-        )
-    if variant.widened and not copying.can_widen():
-        raise UnsupportedFormat(
-            "the daemon was installed without a compiler, so it has no copy engine that converts "
-            "numbers; install trims_shim where there is one"
-        )
+    if variant != AS_IS:
+        _check(variant, asked.tier, identity.size_bytes)
     if variant.size_bytes(identity.size_bytes) == 0:
         raise ReadFailed(f"{name[:200]} is empty")
     session, user = request.session.number, request.session.peer.uid
     return Opening(session, request.number, user, identity, name, variant)
 
 
-def _is_made(variant: Variant) -> bool:
-    """Whether images of this variant are made at all."""
-    is_led = 0 <= variant.lead_bytes < messages.ALIGNMENT_BYTES
-    if not variant.widened:
-        return is_led
-    is_even = variant.lead_bytes % 2 == 0  # else the numbers of the file would lie across its ends
-    return is_led and is_even and variant.widened in WIDENED
+def _check(variant: Variant, tier: str, file_bytes: int) -> None:
+    """Raise AccessDenied or UnsupportedFormat for a variant that is not made."""
+    lead_bytes, widened, piece_bytes, pieces = variant
+    if pieces or piece_bytes:
+        last = file_bytes - piece_bytes
+        is_made = (
+            (lead_bytes, widened) == (0, "")
+            and piece_bytes > 0
+            and 0 < len(pieces) <= file_bytes // piece_bytes
+            and all(0 <= offset <= last for offset in pieces)
+        )
+        how = f" is {len(pieces)} pieces of {piece_bytes} bytes and"
+    elif widened:
+        # With an odd lead, numbers of the file would lie across the borders of the image's.
+        is_made = lead_bytes % 2 == 0 and widened in WIDENED
+        how = f" is widened from {widened[:20]!r} and"
+    else:
+        is_made, how = True, ""
+    if not (is_made and tier == HOST_TIER and 0 <= lead_bytes < messages.ALIGNMENT_BYTES):
+        raise AccessDenied(f"no image at {tier[:80]!r}{how} has {lead_bytes} bytes before the file")
+    if widened and not copying.can_widen():
+        raise UnsupportedFormat(
+            "the daemon was installed without a compiler, so it has no copy engine that converts "
+            "numbers; install trims_shim where there is one"
+        )
 
 
 def _after(tier: Tier, finished: Finished[Any]) -> list[Action]:

@@ -400,7 +400,7 @@ class Store:
         self, user: int, identity: Identity, variant: Variant = AS_IS
     ) -> Digest | None:
         """What the file of this identity holds, if this user has proved it and it is resident."""
-        return self._identities.get((user, identity, variant))
+        return self._identities.get((user, identity, variant.key))
 
     def is_resident(self, digest: Digest) -> bool:
         """Whether there is an image of this digest."""

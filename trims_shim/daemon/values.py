@@ -50,7 +50,7 @@ class Opening(NamedTuple):
     @property
     def key(self) -> IdentityKey:
         """What the image is looked up by."""
-        return (self.user, self.identity, self.variant)
+        return (self.user, self.identity, self.variant.key)
 
     @property
     def image_bytes(self) -> int:

@@ -164,6 +164,7 @@ def fill(
             body,
             threads=threads,
             chunk_bytes=CHUNK_BYTES,
+            variant=variant,
             name=name,
         )
         return _run(transfer, behind)

@@ -13,15 +13,16 @@ import ctypes
 import errno
 import os
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from trims_shim.errors import DriverFailure, FileChanged, MemoryFailure, ReadFailed
 from trims_shim.formats.device_layout import DeviceLayout, Placed
 from trims_shim.memory.chunks import Chunk, Chunks, Route, Sizes
 from trims_shim.memory.driver import driver
+from trims_shim.specs import Variant
 
-__all__ = ["became_shorter", "download", "fill", "read_fully", "upload", "write_fully"]
+__all__ = ["became_shorter", "download", "fill", "read_fully", "reader", "upload", "write_fully"]
 
 _STREAMS = 2
 """One stream copies while the next copy of the other is being set up."""
@@ -36,15 +37,24 @@ def fill(
     *,
     threads: int,
     chunk_bytes: int,
+    variant: Variant,
     name: str,
 ) -> Chunks:
-    """Read ``len(view)`` bytes from the start of a file into ``view``.
+    """Read ``len(view)`` bytes of a file into ``view``: from its start, or a variant's pieces.
 
     ``direct`` is the file again, opened with O_DIRECT.
     """
     sizes = Sizes(len(view), chunk_bytes, -(-len(view) // chunk_bytes))
-    step = _FileToMemory(_Source(source, direct, name), view)
+    step = _FileToMemory(_source(source, direct, variant, name), view)
     return Chunks(step, sizes, threads=threads, name=name)
+
+
+def reader(source: int, variant: Variant, name: str) -> Callable[[memoryview, int], None]:
+    """Return what fills a view from an offset: of the file, or of a variant's pieces in a row.
+
+    It raises as :func:`read_fully`.
+    """
+    return _source(source, None, variant, name).read
 
 
 def upload(source: int, direct: int | None, outline: int | None, route: Route) -> Chunks:
@@ -109,6 +119,30 @@ class _Source(NamedTuple):
             read_fully(self.descriptor, rest, offset + done, self.name)
 
 
+class _Pieces(NamedTuple):
+    """Pieces of a file, equally long, read as if they were one behind the other."""
+
+    descriptor: int
+    offsets: tuple[int, ...]
+    piece_bytes: int
+    name: str
+
+    def read(self, part: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(part):
+            number, begin = divmod(offset + done, self.piece_bytes)
+            end = min(len(part), done + self.piece_bytes - begin)
+            with part[done:end] as piece:
+                read_fully(self.descriptor, piece, self.offsets[number] + begin, self.name)
+            done = end
+
+
+def _source(descriptor: int, direct: int | None, variant: Variant, name: str) -> _Source | _Pieces:
+    if variant.pieces:
+        return _Pieces(descriptor, variant.pieces, variant.piece_bytes, name)
+    return _Source(descriptor, direct, name)
+
+
 def _read_directly(descriptor: int, part: memoryview, offset: int) -> int:
     """Read whole blocks and return how many bytes could be read; never the unaligned end."""
     done = 0
@@ -126,7 +160,7 @@ def _read_directly(descriptor: int, part: memoryview, offset: int) -> int:
 class _FileToMemory:
     """Reads into the target itself: the slots are the caller's view."""
 
-    def __init__(self, source: _Source, view: memoryview) -> None:
+    def __init__(self, source: _Source | _Pieces, view: memoryview) -> None:
         self._source = source
         self._view = view
 

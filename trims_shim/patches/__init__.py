@@ -33,7 +33,9 @@ __all__ = [
     "requested",
 ]
 
-ELIDING = frozenset({"torch_module", "torch_module_dtype", "transformers_dtype"})
+ELIDING = frozenset(
+    {"torch_module", "torch_module_dtype", "transformers_dtype", "transformers_experts"}
+)
 """The patch files that a setting can leave out."""
 _BOTH = ("torch", "safetensors")
 _TORCH = ("torch",)
@@ -61,6 +63,7 @@ PATCH_FILES = (
     ("safetensors_model", _SAFETENSORS, ("safetensors.torch",), False),
     ("transformers_load", _SAFETENSORS, _MODELS, False),
     ("transformers_dtype", _TORCH, _MODELS, False),
+    ("transformers_experts", _TORCH, _MODELS, False),
     ("peft_merge", _BOTH, _TUNERS, True),
     ("peft_adapters", _BOTH, _ADAPTERS, True),
     ("peft_hotswap", _BOTH, ("peft.utils.hotswap",), True),

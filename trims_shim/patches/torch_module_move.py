@@ -93,8 +93,8 @@ class Sources:
         if found is None:
             return None
         image, offset_bytes = found
-        if image.original is not None and image.original.variant.widened:
-            torch_device.skip("widened", what="a tensor that is moved")
+        if image.original is not None and not image.original.variant.is_shifted:
+            torch_device.skip(str(image.original.variant), what="a tensor that is moved")
             return None
         if self._write_check is None:
             self._write_check = WriteCheck()

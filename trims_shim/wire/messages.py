@@ -49,7 +49,7 @@ __all__ = [
     "Welcome",
 ]
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """Raised with every change that an older peer would misread; tests/wire guards the golden bytes."""
 
 CONTROL_MESSAGE_LIMIT_BYTES = 1 << 20
@@ -58,7 +58,7 @@ CONTROL_MESSAGE_LIMIT_BYTES = 1 << 20
 ALIGNMENT_BYTES = 64
 """The zeros before a file's bytes in an image (``lead_bytes``) are fewer than this."""
 
-HANDOVER_PACKET_LIMIT_BYTES = 4096
+HANDOVER_PACKET_LIMIT_BYTES = 16384
 """Longest handover packet. A longer OpenPreparedRequest takes the control channel."""
 
 NAME_LIMIT_BYTES = 3800
@@ -84,7 +84,8 @@ class FileOffer(NamedTuple):
 
     With a ``tier``, which is ``host`` or the id of a device, it asks for the image of the file: one
     that is resident there is leased at once; answered by OfferReply. On the host tier it may be a
-    ``variant`` of the file, with fewer than 64 ``lead_bytes`` (even where numbers are widened).
+    ``variant`` of the file, with fewer than 64 ``lead_bytes`` (even where numbers are widened), or
+    of pieces that are together no longer than the file.
     ``name`` is for people, and may be cut short to fit the packet.
     """
 
