@@ -178,6 +178,22 @@ def test_a_tensor_that_is_converted_and_moved_otherwise(asked: list[Variant]) ->
 
 
 @to_float32
+def test_strides_of_dimensions_of_size_1(
+    convert: Callable[[nn.Module], nn.Module], asked: list[Variant]
+) -> None:
+    """A kernel of 1 by 1 is contiguous and channels_last, and its strides say which it is."""
+    module = nn.Conv2d(SIDE, SIDE, 1, bias=False, dtype=torch.float16)
+    module.load_state_dict(cached(module.state_dict()), assign=True)
+    weight = module.weight.data
+    module.weight.data = weight.as_strided(weight.shape, (SIDE, 1, SIDE, SIDE))
+    expected = weight.float()
+    convert(module)
+    assert (elided(), module.weight.stride()) == (1, (SIDE, 1, SIDE, SIDE))
+    assert torch.equal(module.weight, expected)
+    assert not module.weight.data._is_view()
+
+
+@to_float32
 def test_what_was_written_is_converted_by_torch(
     convert: Callable[[nn.Module], nn.Module], asked: list[Variant]
 ) -> None:

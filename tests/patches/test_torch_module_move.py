@@ -169,6 +169,16 @@ def test_other_moves_are_torchs(
     assert devices.opened == []
 
 
+def test_strides_of_dimensions_of_size_1(devices: Devices, loaded: Callable[..., Any]) -> None:
+    """A kernel of 1 by 1 is contiguous and channels_last, and its strides say which it is."""
+    ours, theirs = loaded(lambda: nn.Conv2d(SIDE, SIDE, 1, bias=False), assign=True)
+    ours.weight.data = ours.weight.data.as_strided(ours.weight.shape, (SIDE, 1, SIDE, SIDE))
+    ours.to("cuda")
+    assert shared(ours.weight)
+    assert ours.weight.stride() == (SIDE, 1, SIDE, SIDE)
+    assert torch.equal(ours.weight, theirs.weight)
+
+
 def test_channels_last_is_torchs(devices: Devices, loaded: Callable[..., Any]) -> None:
     ours, theirs = loaded(lambda: nn.Conv2d(64, 64, 3))
     moved = [module.to("cuda", memory_format=torch.channels_last) for module in (ours, theirs)]

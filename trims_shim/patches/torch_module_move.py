@@ -143,7 +143,11 @@ def device_tensor(tensor: torch.Tensor, place: Place, sources: Sources) -> torch
     if found is None:
         return None
     diagnostics.count("moved", "shared")
-    return torch_device.tensor_at(*found, tensor.dtype, tuple(tensor.shape))
+    moved = torch_device.tensor_at(*found, tensor.dtype, tuple(tensor.shape))
+    if moved.stride() == tensor.stride():
+        return moved
+    # Those of dimensions of size 1 differ. They tell channels_last from contiguous.
+    return moved.as_strided(tensor.shape, tensor.stride()).data
 
 
 class _Mover:

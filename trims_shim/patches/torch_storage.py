@@ -79,10 +79,13 @@ def bytes_over(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def tensor_over(
-    storage: torch.UntypedStorage, dtype: torch.dtype, shape: Sequence[int]
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    strides: Sequence[int] = (),
 ) -> torch.Tensor:
-    """Return a contiguous tensor over the begin of a storage."""
+    """Return a tensor over the begin of a storage; contiguous unless there are ``strides``."""
     with unseen():
         blank: Any = _empty(0, dtype=dtype, device="cpu")
-        tensor: torch.Tensor = blank.set_(storage, 0, shape)
+        tensor: torch.Tensor = blank.set_(storage, 0, shape, strides)
         return tensor

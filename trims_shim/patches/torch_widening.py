@@ -68,8 +68,9 @@ class Widening:
             return None
         self._copies += 1
         self._bytes += size
-        # Like any result of a conversion, it has not been changed in place yet.
-        return tensor_over(storage, torch.float32, tensor.shape).data
+        # With the strides of dimensions of size 1: they tell channels_last from contiguous. Like
+        # any result of a conversion, it has not been changed in place yet.
+        return tensor_over(storage, torch.float32, tensor.shape, tensor.stride()).data
 
 
 def is_narrow(tensor: Any) -> bool:
