@@ -255,6 +255,17 @@ def test_settings_of_torch(
         assert torch.equal(ours, theirs), name
 
 
+@pytest.mark.parametrize("way", ["float", "to"])
+def test_compiled_code_converts_as_without_us(way: str) -> None:
+    """In one graph; an export needs that, too."""
+    module, convert = nn.Linear(8, 8), CONVERSIONS[way]
+    compiled = torch.compile(
+        lambda tensor: convert(module)(tensor), backend="eager", fullgraph=True
+    )
+    tensor = torch.randn(2, 8)
+    assert torch.equal(compiled(tensor), module(tensor))
+
+
 def test_who_watches_sees_what_torch_does(asked: list[Variant]) -> None:
     seen = []
 

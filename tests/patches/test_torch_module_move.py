@@ -179,6 +179,16 @@ def test_strides_of_dimensions_of_size_1(devices: Devices, loaded: Callable[...,
     assert torch.equal(ours.weight, theirs.weight)
 
 
+def test_compiled_code_moves_as_without_us(devices: Devices) -> None:
+    module = nn.Linear(8, 8)
+    compiled = torch.compile(
+        lambda tensor: module.to("cpu")(tensor), backend="eager", fullgraph=True
+    )
+    tensor = torch.randn(2, 8)
+    with ExitToCpu():
+        assert torch.equal(compiled(tensor), module(tensor))
+
+
 def test_channels_last_is_torchs(devices: Devices, loaded: Callable[..., Any]) -> None:
     ours, theirs = loaded(lambda: nn.Conv2d(64, 64, 3))
     moved = [module.to("cuda", memory_format=torch.channels_last) for module in (ours, theirs)]

@@ -69,7 +69,9 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
         is_float32 = not args and not kwargs if is_float else _names_float32(args, kwargs)
-        widening = _begin(self) if is_float32 and patches.active() else None
+        if not is_float32 or torch.compiler.is_compiling():  # which could not compile the rest
+            return original(self, *args, **kwargs)
+        widening = _begin(self) if patches.active() else None
         if widening is None:
             return original(self, *args, **kwargs)
         try:

@@ -272,7 +272,8 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _may_apply() -> bool:
-    return patches.active() and not torch_device.is_private()
+    # Compiled code would run ours, which torch.compile cannot compile.
+    return not torch.compiler.is_compiling() and patches.active() and not torch_device.is_private()
 
 
 POINTS: tuple[PatchPoint, ...] = (
