@@ -145,6 +145,20 @@ def test_other_conversions_are_torchs(
     assert (asked, elided()) == ([], 0)
 
 
+def test_what_goes_to_another_device_is_not_watched() -> None:
+    """Who looks for modes, as sharing on devices does, finds none of ours."""
+
+    class Watched(Net):
+        def _apply(self, fn: Any, recurse: bool = True) -> Any:
+            self.modes = torch._C._len_torch_function_stack()
+            return super()._apply(fn, recurse)
+
+    module = Watched(torch.float16)
+    module.load_state_dict(cached(module.state_dict()), assign=True)
+    module.to("meta", torch.float32)
+    assert module.modes == 0
+
+
 def test_a_tensor_that_is_converted_and_moved_otherwise(asked: list[Variant]) -> None:
     """A module's own _apply may do what it likes."""
 

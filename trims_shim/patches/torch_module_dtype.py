@@ -46,18 +46,18 @@ class _ConversionMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _widened(self, func: Any, tensor: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        try:
-            if func is _TO and not _is_to_float32(*args, **kwargs):
-                return None
-        # Border: torch has its own words for arguments that it does not take.
-        except (RuntimeError, TypeError):
+        if func is _TO and not _is_to_float32(args, kwargs):
             return None
         return self._widening.widened(tensor)
 
 
-def _is_to_float32(*args: Any, **kwargs: Any) -> bool:
-    """Whether a call of ``to`` on a tensor in host memory gives it float32, and does only that."""
-    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+def _is_to_float32(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of ``to`` on what is in host memory gives it float32, and does only that."""
+    try:
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    # Border: torch has its own words for arguments that it does not take.
+    except (RuntimeError, TypeError):
+        return False
     return (
         dtype is torch.float32
         and (device is None or device.type == "cpu")
@@ -68,10 +68,10 @@ def _is_to_float32(*args: Any, **kwargs: Any) -> bool:
 def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_float32 = not args and not kwargs if is_float else _names_float32(args, kwargs)
-        if not is_float32 or torch.compiler.is_compiling():  # which could not compile the rest
+        if torch.compiler.is_compiling():  # which could not compile the rest
             return original(self, *args, **kwargs)
-        widening = _begin(self) if patches.active() else None
+        is_float32 = not args and not kwargs if is_float else _is_to_float32(args, kwargs)
+        widening = _begin(self) if is_float32 and patches.active() else None
         if widening is None:
             return original(self, *args, **kwargs)
         try:
@@ -82,10 +82,6 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 
     is_float = original.__name__ == "float"
     return convert
-
-
-def _names_float32(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(each is torch.float32 for each in (*args, kwargs.get("dtype")))
 
 
 def _begin(module: torch.nn.Module) -> Widening | None:
