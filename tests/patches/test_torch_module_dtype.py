@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -331,6 +332,24 @@ def test_an_error(is_of_ours: bool, asked: list[Variant], monkeypatch: pytest.Mo
         with pytest.raises(MemoryFailure, match="no"):
             module.float()
     assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_signal_handlers_error_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class TooLate(RuntimeError):
+        pass
+
+    def handle(*_: object) -> None:
+        raise TooLate
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        monkeypatch.setattr(
+            torch._C._nn, "_parse_to", lambda *_: signal.raise_signal(signal.SIGUSR1)
+        )
+        with pytest.raises(TooLate):
+            torch_module_dtype._is_to_float32((torch.float32,), {})
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.parametrize("arguments", [(1, 2, 3), ("no such device",), (torch.int32,)])

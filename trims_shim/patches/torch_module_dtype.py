@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from trims_shim import patches
+from trims_shim import diagnostics, patches
 from trims_shim.client import arenas
 from trims_shim.memory.mapping import are_addresses_limited
 from trims_shim.patches.points import PatchPoint
@@ -56,7 +56,8 @@ def _is_to_float32(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     try:
         device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
     # Border: torch has its own words for arguments that it does not take.
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError) as error:
+        diagnostics.pass_on(error)
         return False
     return (
         dtype is torch.float32
