@@ -211,6 +211,18 @@ def test_an_entry_is_what_it_stands_for() -> None:
     assert entry[...] is ...
 
 
+@pytest.mark.parametrize("sharding", [None, object()])
+def test_all_arguments_by_position(sharding: Any) -> None:
+    seen: list[Any] = []
+    spawn = transformers_dtype._wrap_materialize(lambda *args: seen.append(args))
+    token = transformers_dtype._widening.set(transformers_dtype.Widening("x", lambda *_: False))
+    spawn(None, "entry", None, torch.float32, sharding, 3)
+    transformers_dtype._widening.reset(token)
+    (_, entry, *others) = seen[0]
+    assert others == [None, torch.float32, sharding, 3]
+    assert isinstance(entry, transformers_dtype._Entry) is (sharding is None)
+
+
 @pytest.mark.parametrize(
     ("options", "is_ours"),
     [

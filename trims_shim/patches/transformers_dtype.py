@@ -99,17 +99,22 @@ def _begin(state_dict: Any, load_config: Any) -> Widening | None:
 def _wrap_materialize(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def spawn_materialize(
-        thread_pool: Any, tensor: Any, device: Any = None, dtype: Any = None, **kwargs: Any
+        thread_pool: Any,
+        tensor: Any,
+        device: Any = None,
+        dtype: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         widening = _widening.get()
         if (
             widening is not None
             and dtype is torch.float32
             and (device is None or str(device) == "cpu")
-            and kwargs.get("sharding_op") is None
+            and (args[0] if args else kwargs.get("sharding_op")) is None
         ):
             tensor = _Entry(tensor, widening)
-        return original(thread_pool, tensor, device, dtype, **kwargs)
+        return original(thread_pool, tensor, device, dtype, *args, **kwargs)
 
     return spawn_materialize
 
