@@ -222,6 +222,21 @@ def test_what_was_written_is_converted_by_torch(
     assert elided() == 3
 
 
+def test_a_modules_own_parameters_are_not_asked_for(asked: list[Variant]) -> None:
+    """torch does not either; the method may do anything."""
+
+    class Grouped(Net):
+        def parameters(self, rate: float) -> Any:  # type: ignore[override]
+            raise AssertionError
+
+    plain = Net(torch.float16)
+    module = Grouped(torch.float16)
+    module.load_state_dict(cached(plain.state_dict()), assign=True)
+    module.float()
+    assert elided() == 5
+    assert "elision_error:TypeError" not in diagnostics.stats().events
+
+
 def test_a_part_of_a_file_is_not_worth_it(asked: list[Variant]) -> None:
     state = cached({"weight": torch.randn(SIDE, SIDE).half(), "other": torch.randn(SIDE, SIDE)})
     module = nn.Linear(SIDE, SIDE, bias=False).half()

@@ -8,7 +8,7 @@ that answers those calls for unwritten tensors that the cache loaded (:mod:`.tor
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from trims_shim.memory.mapping import are_addresses_limited
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_copies import is_watched
 from trims_shim.patches.torch_mappings import count_error
+from trims_shim.patches.torch_stock_load import registered
 from trims_shim.patches.torch_widening import Widening, is_narrow
 
 __all__ = ["POINTS"]
@@ -90,18 +91,13 @@ def _begin(module: torch.nn.Module) -> Widening | None:
         if is_watched() or are_addresses_limited():
             return None
         with torch.no_grad():  # as torch converts
-            tensors = {id(each): each for each in _tensors(module) if is_narrow(each)}
+            tensors = [each for each in registered(module).values() if is_narrow(each)]
         if tensors:
-            return Widening("float32", functools.partial(_is_mostly, list(tensors.values())))
+            return Widening("float32", functools.partial(_is_mostly, tensors))
     # Border: torch converts, and raises an error of its own if it fails too.
     except Exception as error:
         count_error(error, "float32")
     return None
-
-
-def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def _is_mostly(tensors: list[torch.Tensor], image: arenas.Image, numbers: str) -> bool:
