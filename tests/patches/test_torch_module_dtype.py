@@ -367,6 +367,25 @@ def test_a_signal_handlers_error_is_passed_on(monkeypatch: pytest.MonkeyPatch) -
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_an_interrupt_leaves_no_mode(asked: list[Variant], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may come when the mode has just been put on torch's stack."""
+    push = torch._C._push_on_torch_function_stack
+
+    def interrupted(mode: Any) -> None:
+        push(mode)
+        raise KeyboardInterrupt
+
+    module = loaded(Net(torch.float16))
+    for holder in (torch._C, torch.overrides):
+        monkeypatch.setattr(holder, "_push_on_torch_function_stack", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        module.float()
+    left = torch._C._len_torch_function_stack()
+    for _ in range(left):
+        torch._C._pop_torch_function_stack()
+    assert left == 0
+
+
 @pytest.mark.parametrize("arguments", [(1, 2, 3), ("no such device",), (torch.int32,)])
 def test_wrong_calls_are_torchs(arguments: tuple[Any, ...], asked: list[Variant]) -> None:
     texts = []

@@ -68,7 +68,7 @@ from trims_shim.patches.torch_mappings import (
     is_fresh,
     widened,
 )
-from trims_shim.patches.torch_modes import has_foreign_mode
+from trims_shim.patches.torch_modes import call_under, has_foreign_mode
 from trims_shim.patches.torch_stock_load import (
     PLAIN_DICTS,
     is_torchs_own,
@@ -101,8 +101,7 @@ def load(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             return torch_module._IncompatibleKeys([], [])
         if way is _Way.TORCHS_OWN:
             return torch_unshare.guarded_load(original, args, kwargs)
-        with _CopyMode(call):
-            return torch_unshare.guarded_load(original, args, kwargs)
+        return call_under(_CopyMode(call), torch_unshare.guarded_load, original, args, kwargs)
     finally:
         call.end()
 

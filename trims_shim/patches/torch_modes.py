@@ -15,7 +15,7 @@ import torch
 from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
 
-__all__ = ["has_foreign_mode", "has_mode", "uncompiled", "unseen"]
+__all__ = ["call_under", "has_foreign_mode", "has_mode", "uncompiled", "unseen"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
@@ -36,6 +36,34 @@ def has_foreign_mode() -> bool:
         type(torch._C._get_function_stack_at(level)) not in passive_modes
         for level in range(torch._C._len_torch_function_stack())
     )
+
+
+def call_under(
+    mode: torch.overrides.TorchFunctionMode,
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call a function under a function mode.
+
+    ``with`` would leave the mode on the stack when a signal handler raises at its begin or end. The
+    handler may come at each call here, so there are two that take the mode off.
+    """
+    try:
+        try:
+            torch._C._push_on_torch_function_stack(mode)
+            return function(*args, **kwargs)
+        finally:
+            _take_off(mode)
+    finally:
+        _take_off(mode)
+
+
+def _take_off(mode: torch.overrides.TorchFunctionMode) -> None:
+    level = torch._C._len_torch_function_stack()
+    if level and torch._C._get_function_stack_at(level - 1) is mode:
+        torch._C._pop_torch_function_stack()
 
 
 def unseen() -> contextlib.AbstractContextManager[object]:

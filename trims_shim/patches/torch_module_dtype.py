@@ -20,6 +20,7 @@ from trims_shim.memory.mapping import are_addresses_limited
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_copies import is_watched
 from trims_shim.patches.torch_mappings import count_error
+from trims_shim.patches.torch_modes import call_under
 from trims_shim.patches.torch_stock_load import registered
 from trims_shim.patches.torch_widening import Widening, is_narrow
 
@@ -77,8 +78,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         if widening is None:
             return original(self, *args, **kwargs)
         try:
-            with _ConversionMode(widening):
-                return original(self, *args, **kwargs)
+            return call_under(_ConversionMode(widening), original, self, *args, **kwargs)
         finally:
             widening.end()
 

@@ -43,7 +43,7 @@ from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_copies import is_transformed
 from trims_shim.patches.torch_device import MIN_SHARED_BYTES, DevicePoint, Place
 from trims_shim.patches.torch_device_load import is_of_training
-from trims_shim.patches.torch_modes import has_foreign_mode
+from trims_shim.patches.torch_modes import call_under, has_foreign_mode
 
 if TYPE_CHECKING:
     from trims_shim.client.device_arenas import DeviceArena
@@ -162,8 +162,7 @@ class _Mover:
     def __call__(self, tensor: Any) -> Any:
         if self._is_watched or not self._may_share(tensor):
             return self.function(tensor)
-        with _ToMode(tensor, self.move):
-            return self.function(tensor)
+        return call_under(_ToMode(tensor, self.move), self.function, tensor)
 
     def _may_share(self, tensor: Any) -> bool:
         return (
