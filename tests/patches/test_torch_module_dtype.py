@@ -13,6 +13,7 @@ from images import cached, image_of, make_variants, needs_extension
 from torch import nn
 
 from trims_shim import diagnostics, patches
+from trims_shim.client import write_check
 from trims_shim.errors import MemoryFailure
 from trims_shim.memory import pages
 from trims_shim.patches import points, torch_mappings, torch_module_dtype
@@ -407,3 +408,17 @@ def test_the_wrappers_look_like_the_originals() -> None:
         assert method is not original
         assert method.__qualname__ == original.__qualname__
         assert inspect.signature(method) == inspect.signature(original)
+
+
+def test_an_end_that_fails(asked: list[Variant], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program has closed our descriptor."""
+
+    def fail(_: object) -> None:
+        raise OSError(9, "Bad file descriptor")
+
+    module = loaded(Net(torch.float16))
+    expected = module.first.weight.detach().float()
+    monkeypatch.setattr(write_check.WriteCheck, "close", fail)
+    assert module.float() is module
+    assert torch.equal(module.first.weight, expected)
+    assert diagnostics.stats().events["elision_error:OSError"] == 1

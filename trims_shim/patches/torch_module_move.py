@@ -250,7 +250,8 @@ def cuda_device(device: Any, *, is_default: bool = False) -> torch.device | None
     if type(device) is str:
         try:
             device = torch.device(device)
-        except RuntimeError:  # torch has its own words for it
+        except RuntimeError as error:  # torch has its own words for it
+            diagnostics.pass_on(error)
             return None
     return device if type(device) is torch.device and device.type == "cuda" else None
 

@@ -31,16 +31,21 @@ class Widening:
         self._what = what
         self._lock = threading.Lock()
         self._write_check = WriteCheck()
-        self._mappings = FreshMappings(is_mostly)
+        self._mappings: FreshMappings | None = FreshMappings(is_mostly)
         self._copies = self._bytes = 0
 
     def end(self) -> None:
         """Close and count. What is asked for later is converted by torch."""
-        with self._lock:
-            self._write_check.close()
-            if self._copies:
-                diagnostics.count("elided_bytes", self._what, self._bytes)
-                diagnostics.count("elided", self._what, self._copies)
+        try:
+            with self._lock:
+                self._mappings = None  # a traceback may keep this object
+                self._write_check.close()
+                if self._copies:
+                    diagnostics.count("elided_bytes", self._what, self._bytes)
+                    diagnostics.count("elided", self._what, self._copies)
+        # Border: what torch was to do has been done.
+        except Exception as error:
+            count_error(error, self._what)
 
     def widened(self, tensor: Any) -> torch.Tensor | None:
         """Return ``tensor.to(torch.float32)``; None where torch has to convert it."""
@@ -57,13 +62,16 @@ class Widening:
     def _widened(self, tensor: torch.Tensor) -> torch.Tensor | None:
         numbers = widened(torch.float32, tensor.dtype)
         found = arenas.find(tensor.data_ptr(), tensor.nbytes)
-        place = self._mappings.image_for(*found, numbers) if found and numbers else None
+        mappings = self._mappings
+        if mappings is None or found is None or not numbers:
+            return None
+        place = mappings.image_for(*found, numbers)
         if place is None:
             return None
         if not self._write_check.is_unwritten(tensor.data_ptr(), tensor.nbytes):
             return None
         size = 4 * tensor.numel()
-        storage = self._mappings.take(*place, size)
+        storage = mappings.take(*place, size)
         if storage is None:
             return None
         self._copies += 1
