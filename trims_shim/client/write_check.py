@@ -37,9 +37,10 @@ class WriteCheck:
         self._fresh.clear()
 
     def is_unwritten(self, address: int, size_bytes: int) -> bool:
-        """Whether ``[address, address + size_bytes)`` is in an arena, and as its image has it.
+        """Whether ``[address, address + size_bytes)``, in one arena, is as its image has it.
 
-        Raises MemoryFailure where the image cannot be mapped.
+        Of other memory the kernel may say so, too. Raises MemoryFailure where the image cannot be
+        mapped.
         """
         if self._scanner is None:
             return False
