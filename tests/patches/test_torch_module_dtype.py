@@ -170,6 +170,7 @@ def test_a_tensor_that_is_converted_and_moved_otherwise(asked: list[Variant]) ->
                 self.weight.to(torch.float32, copy=True),
                 self.weight.to(torch.float64),
                 self.weight.to(self.weight.float()),
+                self.weight.to(tensor=self.weight.float()),
                 self.weight.to(device="cpu", dtype=torch.float32),
             ]
             with pytest.raises((TypeError, RuntimeError)):
@@ -181,12 +182,8 @@ def test_a_tensor_that_is_converted_and_moved_otherwise(asked: list[Variant]) ->
     expected = module.weight.detach().clone()
     with torch.no_grad():
         module.float()
-    assert [each.dtype for each in module.copies] == [
-        torch.float32,
-        torch.float64,
-        torch.float32,
-        torch.float32,
-    ]
+    dtypes = [each.dtype for each in module.copies]
+    assert dtypes == [torch.float32, torch.float64, *[torch.float32] * 3]
     assert all(torch.equal(each, expected.to(each.dtype)) for each in module.copies)
     assert image_of(module.copies[0]) is None
     addresses = [each.data_ptr() for each in module.copies]

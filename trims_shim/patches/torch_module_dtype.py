@@ -47,7 +47,7 @@ class _ConversionMode(TorchFunctionMode):
                 return found
         return func(*args, **kwargs)
 
-    def _widened(self, func: Any, tensor: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+    def _widened(self, func: Any, tensor: Any, /, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         if func is _TO and not _is_to_float32(args, kwargs):
             return None
         return self._widening.widened(tensor)
