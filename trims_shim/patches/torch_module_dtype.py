@@ -41,7 +41,7 @@ class _ConversionMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (func is _FLOAT or func is _TO) and args:
+        if func is _FLOAT or func is _TO:
             found = self._widened(func, *args, **kwargs)
             if found is not None:
                 return found
@@ -73,7 +73,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # which could not compile the rest
             return original(self, *args, **kwargs)
-        is_float32 = not args and not kwargs if is_float else _is_to_float32(args, kwargs)
+        is_float32 = is_float or _is_to_float32(args, kwargs)
         widening = _begin(self) if is_float32 and patches.active() else None
         if widening is None:
             return original(self, *args, **kwargs)

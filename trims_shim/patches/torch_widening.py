@@ -90,7 +90,7 @@ def is_narrow(tensor: Any) -> bool:
         and tensor.layout is torch.strided
         and tensor.nbytes >= MIN_SIZE_BYTES
         and tensor.is_contiguous()
-        and not (tensor.is_neg() or tensor.is_conj() or tensor.is_inference())
+        and not (tensor.is_neg() or tensor.is_inference())
         and not (tensor.requires_grad and torch.is_grad_enabled())
         and arenas.find(tensor.data_ptr(), tensor.nbytes) is not None
     )
