@@ -44,6 +44,7 @@ from trims_shim.patches import (
     torch_module,
     torch_repoint,
 )
+from trims_shim.patches.torch_storage import storage_of, tensor_over
 from trims_shim.specs import Variant
 
 ROWS, COLUMNS = 128, 256  # 128 KiB in float32
@@ -654,6 +655,18 @@ def test_other_calls_of_torch_keep_their_arguments() -> None:
     assert_equal(module, expected)
 
 
+def test_a_copy_with_more_arguments_is_torchs() -> None:
+    class Own(nn.Linear):
+        def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
+            with torch.no_grad():
+                self.weight.copy_(state[prefix + "weight"], True)
+
+    expected, module = weight().state_dict(), Own(COLUMNS, ROWS, bias=False)
+    module.load_state_dict(cached(expected))
+    assert_equal(module, expected)
+    assert elided() == 0
+
+
 def test_a_copy_that_autograd_records_is_torchs() -> None:
     state, module = cached(weight().state_dict()), nn.Module()
     module.register_buffer("weight", torch.zeros(ROWS, COLUMNS))
@@ -975,7 +988,7 @@ def test_tied_numbers_are_no_larger_part_of_an_image(
     prepare(module)
     values = torch.randn(ROWS, COLUMNS), torch.randn(ROWS, COLUMNS).half()
     state = cached(dict(zip(("a.weight", "b.weight"), values, strict=True)))  # a third of the bytes
-    module.load_state_dict({**state, "c.weight": state["b.weight"]})
+    module.load_state_dict({**state, "c.weight": state["b.weight"].detach()})
     assert torch.equal(module["b"].weight, values[1].float())
     assert asked == []
 
@@ -997,6 +1010,24 @@ def test_other_conversions_are_copies(
     module.load_state_dict(cached({"weight": value}))
     assert torch.equal(module.weight, value.to(wide))
     assert (asked, elided()) == ([], 0)
+
+
+@needs_extension
+def test_numbers_that_are_converted_over_other_memory_of_their_image(
+    prepare: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the same bytes at the same place, and they are other numbers."""
+    make_variants(monkeypatch)
+    state = cached({"weight": torch.randn(2 * ROWS, COLUMNS).half()})
+    narrow = state["weight"][:ROWS]
+    image = image_of(narrow)
+    assert image is not None
+    size = 4 * narrow.numel()
+    there = storage_of(image.map())[:size]
+    module = weight(tensor_over(there, torch.float32, narrow.shape))
+    prepare(module)
+    module.load_state_dict({"weight": narrow})
+    assert torch.equal(module.weight, narrow.float())
 
 
 @needs_extension
@@ -1345,7 +1376,7 @@ def test_not_strict(prepare: Callable[..., None]) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [(), (3,), ([],), ({}, True, False, 4)],
+    [(), (3,), ([],), (cached({"weight": torch.ones(ROWS, COLUMNS)}), True, False, 4)],
     ids=["none", "number", "list", "too many"],
 )
 def test_wrong_calls_fail_as_before(arguments: tuple[Any, ...]) -> None:
@@ -1381,16 +1412,18 @@ def test_assign_is_torchs(positional: bool, prepare: Callable[..., None]) -> Non
     assert elided() == 0
 
 
+@pytest.mark.parametrize("shift", [0, 8])
 def test_loading_an_assigned_entry_again_is_a_copy_onto_itself(
-    prepare: Callable[..., None],
+    prepare: Callable[..., None], shift: int
 ) -> None:
     expected = weight().state_dict()
-    module, state = weight(), cached(expected)
+    module, state = weight(), cached(expected, shift=shift)
     prepare(module)
     module.load_state_dict(state, assign=True)
     address = module.weight.data_ptr()
     module.load_state_dict(state)
     assert module.weight.data_ptr() == state["weight"].data_ptr() == address
+    assert elided() == 1
     other = cached(weight().state_dict())
     module.load_state_dict(other)  # the memory is the state dict's: it has to change too
     assert torch.equal(state["weight"], other["weight"])

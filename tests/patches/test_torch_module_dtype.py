@@ -253,6 +253,39 @@ def test_tied_tensors_are_no_larger_part(asked: list[Variant]) -> None:
     assert asked == []
 
 
+def test_each_kind_and_file_counts_by_itself(asked: list[Variant]) -> None:
+    """Just half of an image is of one kind; and of each of two files a third is in the module."""
+    values = [torch.randn(SIDE, SIDE) for _ in range(3)]
+    mixed = cached({"a": values[0].half(), "b": values[1].bfloat16()})
+    files = [
+        cached({name: each.half() for name, each in zip("abc", values, strict=True)})
+        for _ in range(2)
+    ]
+    for state in (mixed, {"a": files[0]["a"], "b": files[1]["b"]}):
+        module = nn.ParameterDict(state).requires_grad_(False)
+        module.float()
+        assert all(torch.equal(module[name], state[name].float()) for name in "ab")
+    assert asked == []
+
+
+def test_buffers_alone(asked: list[Variant]) -> None:
+    module = nn.Module()
+    module.register_buffer("table", cached({"table": torch.randn(SIDE, SIDE).half()})["table"])
+    module.float()
+    assert elided() == 1
+
+
+@pytest.mark.parametrize("why", ["inactive", "limited"])
+def test_not_now(why: str, asked: list[Variant], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = loaded(Net(torch.float16))
+    expected = module.first.weight.detach().float()
+    monkeypatch.setattr(torch_module_dtype, "are_addresses_limited", lambda: why == "limited")
+    with patches.inactive() if why == "inactive" else torch.enable_grad():
+        module.float()
+    assert torch.equal(module.first.weight, expected)
+    assert (asked, elided()) == ([], 0)
+
+
 def test_a_gradient_goes_along(asked: list[Variant]) -> None:
     plain = Net(torch.float16)
     module = loaded(plain)
@@ -319,15 +352,18 @@ def test_inference_mode(asked: list[Variant]) -> None:
     assert asked == []
 
 
-def test_a_module_that_was_not_loaded(asked: list[Variant]) -> None:
+def test_a_module_that_was_not_loaded(
+    asked: list[Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_module_dtype, "Widening", lambda *_: pytest.fail("a mode"))
     plain = Net(torch.float16)
     assert plain.float() is plain
     assert plain.first.weight.dtype is torch.float32
     assert asked == []
 
 
-@pytest.mark.parametrize("is_of_ours", [True, False])
-def test_an_error(is_of_ours: bool, asked: list[Variant], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["take", "begin", "program"])
+def test_an_error(where: str, asked: list[Variant], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours: torch converts. The program's: it is the same, and nothing stays behind."""
     module = loaded(Net(torch.float16))
     expected = module.first.weight.detach().float()
@@ -335,11 +371,15 @@ def test_an_error(is_of_ours: bool, asked: list[Variant], monkeypatch: pytest.Mo
     def fail(*_: object) -> Any:
         raise MemoryFailure("no")
 
-    if is_of_ours:
-        monkeypatch.setattr(torch_mappings.FreshMappings, "take", fail)
+    if where != "program":
+        holder = (torch_mappings.FreshMappings, "take")
+        monkeypatch.setattr(
+            *(holder if where == "take" else (torch_module_dtype, "Widening")), fail
+        )
         module.float()
         assert torch.equal(module.first.weight, expected)
-        assert diagnostics.stats().events["elision_error:MemoryFailure"] == 4
+        count = diagnostics.stats().events["elision_error:MemoryFailure"]
+        assert count >= (4 if where == "take" else 1)
     else:
         module.second._apply = fail
         with pytest.raises(MemoryFailure, match="no"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,6 +246,45 @@ def test_what_is_asked_for(options: dict[str, Any], is_ours: bool) -> None:
     transformers_dtype._widening.reset(token)
     assert seen[0] == "entry"
     assert isinstance(seen[1], transformers_dtype._Entry) is is_ours
+
+
+@pytest.mark.parametrize(
+    ("change", "is_ours"),
+    [
+        ({}, True),
+        ({"dtype": torch.float16}, False),
+        ({"hf_quantizer": object()}, False),
+        ({"entries": UserDict()}, False),
+        ({"is_limited": True}, False),
+        ({"is_active": False}, False),
+    ],
+)
+def test_which_loads(
+    change: dict[str, Any], is_ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = SimpleNamespace(
+        dtype=torch.float32, hf_quantizer=None, entries={}, is_limited=False, is_active=True
+    )
+    vars(load).update(change)
+    monkeypatch.setattr(transformers_dtype, "are_addresses_limited", lambda: load.is_limited)
+    monkeypatch.setattr(patches, "active", lambda: load.is_active)
+    assert (transformers_dtype._begin(load.entries, load) is not None) is is_ours
+
+
+@pytest.mark.parametrize("is_read", [True, False], ids=["tensors", "slices"])
+@pytest.mark.parametrize(
+    ("narrow", "wide", "is_most"), [(3, 1, True), (3, 2, False), (2, 1, False)]
+)
+def test_most_of_the_bytes(narrow: int, wide: int, is_most: bool, is_read: bool) -> None:
+    """Just half is not most, whatever comes first."""
+    tensors = {"wide": torch.zeros(wide), "narrow": torch.zeros(narrow, dtype=torch.float16)}
+    slices = {
+        name: SimpleNamespace(get_dtype=lambda kind=kind: kind, get_shape=lambda n=n: [1, n])
+        for name, kind, n in (("wide", "F32", wide), ("narrow", "F16", narrow))
+    }
+    image: Any = None
+    found = transformers_dtype._is_mostly(tensors if is_read else slices, image, "float16")
+    assert found is is_most
 
 
 def test_the_wrappers_look_like_the_originals() -> None:
