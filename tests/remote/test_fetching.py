@@ -237,7 +237,8 @@ def test_a_cache_directory_that_is_deleted_is_made_again_by_who_waits(
 ) -> None:
     gate = threading.Event()
     first, second = downloading_and_waiting(web, start, gate)
-    shutil.rmtree(home.parent)
+    gone = home.parent.rename(home.parent.with_name("gone"))  # as a whole: who waits makes it anew
+    shutil.rmtree(gone)
     wait_until(lambda: web.asked["body"] == 2)
     gate.set()
     assert second.communicate(timeout=LIMIT_S)[0] == f"{len(CONTENT)}\n"
