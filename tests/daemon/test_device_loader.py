@@ -413,15 +413,13 @@ class TestErrors:
         harness.load()
         assert len(caplog.messages) == before + 1
 
-    @pytest.mark.parametrize(
-        "emulated_environment", [{"copy_delay_ms": 200}], indirect=True, ids=["slow"]
-    )
     def test_an_uploader_that_dies_of_another_one(self, harness: Harness) -> None:
-        harness.start()
-        wait_until(lambda: harness.image_bytes() and harness.loader.uploader.pid, "it uploads")
-        first = harness.loader.uploader.pid
-        assert first is not None
-        os.kill(first, signal.SIGKILL)
+        with harness.machine.copies_held():
+            harness.start()
+            wait_until(lambda: harness.image_bytes() and harness.loader.uploader.pid, "it uploads")
+            first = harness.loader.uploader.pid
+            assert first is not None
+            os.kill(first, signal.SIGKILL)
         finished = harness.finish()
         assert finished.error is None
         assert harness.loader.uploader.pid not in (first, None)

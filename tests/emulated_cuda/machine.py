@@ -161,6 +161,16 @@ class Emulated:
             found = [self._look(path) for path in (self.directory / "allocations").iterdir()]
         return [each for each in found if each is not None]
 
+    @contextlib.contextmanager
+    def copies_held(self) -> Iterator[None]:
+        """Copies of all processes begin, and none moves a byte before the block ends."""
+        held = self.directory / "held"
+        held.touch()
+        try:
+            yield
+        finally:
+            held.unlink()
+
     def processes(self) -> list[int]:
         """Live processes, other than this one, that were started to use this machine."""
         since_ticks = processes.started_ticks(os.getpid())

@@ -78,24 +78,27 @@ def test_the_daemon_takes_no_context(make_device_world: MakeWorld) -> None:
 
 
 def test_requests_for_a_loading_image_wait_for_it(make_device_world: MakeWorld) -> None:
-    world = make_device_world({"copy_delay_ms": 700})
+    world = make_device_world()
     world.start()
     path = model(world)
-    first = Background(world, path)
-    wait_for_upload(world)
-    others = [Background(world, path) for _ in range(3)]
+    with machine(world).copies_held():
+        first = Background(world, path)
+        wait_for_upload(world)
+        others = [Background(world, path) for _ in range(3)]
+        asking = [2] * 3  # an offer, and what it asks for
+        wait_until(lambda: [e.requests for e in world.status().clients][-3:] == asking, "all ask")
     results = [each.join() for each in (first, *others)]
     assert results == [("miss", True), *[("joined", True)] * 3]
     assert world.status().counters["images_loaded"] == 1
 
 
 def test_several_loads_run_side_by_side(make_device_world: MakeWorld) -> None:
-    world = make_device_world({"copy_delay_ms": 300})
+    world = make_device_world()
     world.start()
     paths = [model(world, seed) for seed in (1, 2, 3)]
-    loads = [Background(world, path) for path in paths]
-    wait_until(lambda: image_memory(world) == 24 * MIB, "all have memory", interval_s=0.002)
-    assert [each.result for each in loads] == [None] * 3, "none has ended"
+    with machine(world).copies_held():
+        loads = [Background(world, path) for path in paths]
+        wait_until(lambda: image_memory(world) == 24 * MIB, "all have memory")
     assert [each.join() for each in loads] == [("miss", True)] * 3
     assert len(uploaders(world)) == 1
 
@@ -117,18 +120,19 @@ def test_an_image_of_the_host_tier_is_promoted(make_device_world: MakeWorld) -> 
 
 def test_an_image_stays_while_it_is_promoted(make_device_world: MakeWorld) -> None:
     """Found: it was evicted for another one, and the daemon then held more than the budget."""
-    world = make_device_world({"copy_delay_ms": 1000}, host_bytes="8M", memory_kind="memfd")
+    world = make_device_world(host_bytes="8M", memory_kind="memfd")
     pid = world.start()
     path, other = model(world), model(world, 2)
     host = touch(world, path, "host")
-    load = Background(world, path)
-    wait_for_upload(world)
-    with connected(world) as connection:
+    with machine(world).copies_held(), connected(world) as connection:
+        load = Background(world, path)
+        wait_for_upload(world)
         with pytest.raises(NoSpace, match="do not fit the host tier"):
             open_on(connection, other, "host")
         with pytest.raises(NoSpace, match="being copied"):
             connection.request(admin.EvictImageRequest(host.digest, "host"))
-    assert sum({each.inode: each.resident_bytes for each in world.segments(pid)}.values()) < 8 * MIB
+        segments = {each.inode: each.resident_bytes for each in world.segments(pid)}
+        assert sum(segments.values()) < 8 * MIB
     assert load.join() == ("miss", True)
     touch(world, other, "host")
     assert host.digest not in tiers(world)["host"]

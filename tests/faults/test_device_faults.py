@@ -37,16 +37,18 @@ from trims_shim.errors import (
     TrimsError,
     UnknownDevice,
 )
+from trims_shim.wire import admin
 
 # --- deaths ---------------------------------------------------------------------------------------
 
 
 def test_an_uploader_killed_once_costs_nothing(make_device_world: MakeWorld) -> None:
-    world = make_device_world({"copy_delay_ms": 1000})
+    world = make_device_world()
     world.start()
     path = model(world)
-    load = Background(world, path)
-    os.kill(wait_for_upload(world), signal.SIGKILL)
+    with machine(world).copies_held():
+        load = Background(world, path)
+        os.kill(wait_for_upload(world), signal.SIGKILL)
     assert load.join() == ("miss", True)
     assert "died: signal 9" in world.log()
     assert image_memory(world) == 8 * MIB
@@ -152,25 +154,27 @@ def test_clients_killed_at_a_step(make_device_world: MakeWorld, step: str) -> No
 
 
 def test_a_load_nobody_waits_for_any_more_runs_to_its_end(make_device_world: MakeWorld) -> None:
-    world = make_device_world({"copy_delay_ms": 700})
+    world = make_device_world()
     world.start()
     path = model(world)
-    child = world.spawn(
-        "c = Connection(cache().endpoint, stall_timeout_s=10)\n"
-        f"c.open_image(os.open({path!r}, os.O_RDONLY), {path!r}, tier={GPU!r})\n"
-    )
-    wait_for_upload(world)
-    child.kill()
+    with machine(world).copies_held():
+        child = world.spawn(
+            "c = Connection(cache().endpoint, stall_timeout_s=60)\n"
+            f"c.open_image(os.open({path!r}, os.O_RDONLY), {path!r}, tier={GPU!r})\n"
+        )
+        wait_for_upload(world)
+        child.kill()
     wait_until(lambda: tiers(world).get(GPU), "the image is there")
     assert touch(world, path).outcome == "hit"
 
 
 def test_a_stopping_daemon_finishes_its_upload(make_device_world: MakeWorld) -> None:
-    world = make_device_world({"copy_delay_ms": 700})
+    world = make_device_world()
     world.start()
-    load = Background(world, model(world))
-    wait_for_upload(world)
-    world.stop_daemon()
+    with machine(world).copies_held(), connected(world) as connection:
+        load = Background(world, model(world))
+        wait_for_upload(world)
+        connection.request(admin.StopDaemonRequest())
     assert load.join() == ("miss", True)
     wait_until(lambda: not uploaders(world), "the uploader ends")
 
@@ -248,18 +252,19 @@ def _archive(records: int) -> bytes:
 
 def test_a_file_that_shrinks_while_it_is_parsed(make_device_world: MakeWorld) -> None:
     """SIGBUS in the uploader; the load that is uploading meanwhile is repeated."""
-    world = make_device_world({"copy_delay_ms": 1500}, device_bytes="900M")
+    world = make_device_world(device_bytes="900M")
     pid = world.start()
     good = model(world)
     path = world.file(name="archive.pt")
     with open(path, "wb") as file:
         file.write(_archive(200_000))
-    victim = Background(world, good)
-    uploader = wait_for_upload(world)
-    load = Background(world, path)
-    wait_until(lambda: path in maps_of(uploader), "it is parsed", interval_s=0.001)
-    os.truncate(path, 4096)
-    error = load.join()
+    with machine(world).copies_held():
+        victim = Background(world, good)
+        uploader = wait_for_upload(world)
+        load = Background(world, path)
+        wait_until(lambda: path in maps_of(uploader), "it is parsed", interval_s=0.001)
+        os.truncate(path, 4096)
+        error = load.join()
     assert isinstance(error, UnknownDevice), error
     assert "died" in str(error)
     assert f"died: signal {signal.SIGBUS.value}" in world.log()
@@ -268,13 +273,14 @@ def test_a_file_that_shrinks_while_it_is_parsed(make_device_world: MakeWorld) ->
 
 
 def test_a_file_that_shrinks_while_it_is_uploaded(make_device_world: MakeWorld) -> None:
-    """Small copies with a delay: the end of the file is read long after its begin."""
-    world = make_device_world({"copy_delay_ms": 40}, device_bytes="900M")
+    """Small copies: the end of the file is read when its begin has been copied."""
+    world = make_device_world(device_bytes="900M")
     pid = world.start()
     path = model(world, 5, (64 * MIB,) * 3)
-    load = Background(world, path)
-    wait_for_upload(world)
-    os.truncate(path, 100 * MIB)
+    with machine(world).copies_held():
+        load = Background(world, path)
+        wait_for_upload(world)
+        os.truncate(path, 100 * MIB)
     assert isinstance(load.join(), FileChanged), load.result
     assert image_memory(world) == 0
     assert world.pid() == pid
@@ -282,13 +288,14 @@ def test_a_file_that_shrinks_while_it_is_uploaded(make_device_world: MakeWorld) 
 
 
 def test_a_file_that_is_rewritten_while_it_is_uploaded(make_device_world: MakeWorld) -> None:
-    world = make_device_world({"copy_delay_ms": 100}, device_bytes="900M")
+    world = make_device_world(device_bytes="900M")
     world.start()
     path = model(world, 5, (64 * MIB,) * 3)
     other = safetensors((63 * MIB, 65 * MIB, 64 * MIB), seed=6)[: 4 * MIB]
-    load = Background(world, path)
-    wait_for_upload(world)
-    with open(path, "r+b") as file:
-        file.write(other)
+    with machine(world).copies_held():
+        load = Background(world, path)
+        wait_for_upload(world)
+        with open(path, "r+b") as file:
+            file.write(other)
     assert isinstance(load.join(), FileChanged), load.result
     assert tiers(world) == {}

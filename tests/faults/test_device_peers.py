@@ -168,18 +168,19 @@ def test_with_the_backend_ipc_nothing_is_copied(make_device_world: MakeWorld) ->
 
 
 def test_the_source_stays_while_it_is_copied(make_device_world: MakeWorld) -> None:
-    world = make_device_world({"devices": 2, "copy_delay_ms": 700}, device_bytes="16M")
+    world = make_device_world({"devices": 2}, device_bytes="16M")
     world.start()
     paths = [model(world, seed) for seed in (1, 2)]
     digest = touch(world, paths[0], GPU).digest
-    load = Background(world, paths[0], GPU2)
-    wait_for_copy(world)
     with connected(world) as connection:
-        with pytest.raises(NoSpace, match="being copied"):
-            connection.request(admin.EvictImageRequest(paths[0], tier=GPU))
-        with pytest.raises(NoSpace, match="TRIMS_DEVICE_BYTES"):
-            open_on(connection, paths[1], GPU)
-        assert tiers(world)[GPU] == {digest}
+        with machine(world).copies_held():
+            load = Background(world, paths[0], GPU2)
+            wait_for_copy(world)
+            with pytest.raises(NoSpace, match="being copied"):
+                connection.request(admin.EvictImageRequest(paths[0], tier=GPU))
+            with pytest.raises(NoSpace, match="TRIMS_DEVICE_BYTES"):
+                open_on(connection, paths[1], GPU)
+            assert tiers(world)[GPU] == {digest}
         assert load.join() == ("miss", True)
         assert copies(world) == (1, 0, 0)
         assert connection.request(admin.EvictImageRequest(paths[0], tier=GPU)).digests
@@ -187,16 +188,17 @@ def test_the_source_stays_while_it_is_copied(make_device_world: MakeWorld) -> No
 
 
 def test_who_asked_may_die_while_it_is_copied(make_device_world: MakeWorld) -> None:
-    world = make_device_world({"devices": 2, "copy_delay_ms": 700})
+    world = make_device_world({"devices": 2})
     world.start()
     path = model(world)
     touch(world, path, GPU)
-    child = world.spawn(
-        "c = Connection(cache().endpoint, stall_timeout_s=10)\n"
-        f"c.open_image(os.open({path!r}, os.O_RDONLY), {path!r}, tier={GPU2!r})\n"
-    )
-    wait_for_copy(world)
-    child.kill()
+    with machine(world).copies_held():
+        child = world.spawn(
+            "c = Connection(cache().endpoint, stall_timeout_s=60)\n"
+            f"c.open_image(os.open({path!r}, os.O_RDONLY), {path!r}, tier={GPU2!r})\n"
+        )
+        wait_for_copy(world)
+        child.kill()
     wait_until(lambda: tiers(world).get(GPU2), "the image is there")
     with connected(world) as connection:
         assert len(connection.request(admin.EvictImageRequest(path)).digests) == 1
@@ -231,9 +233,14 @@ def test_a_killed_daemon_takes_a_copy_with_it(make_device_world: MakeWorld) -> N
 
 
 def test_a_stopping_daemon_finishes_a_copy(make_device_world: MakeWorld) -> None:
-    world, load = slow_copy(make_device_world, copy_delay_ms=700)
-    wait_for_copy(world)
-    world.stop_daemon()
+    world = make_device_world({"devices": 2})
+    world.start()
+    path = model(world)
+    touch(world, path, GPU)
+    with machine(world).copies_held(), connected(world) as connection:
+        load = Background(world, path, GPU2)
+        wait_for_copy(world)
+        connection.request(admin.StopDaemonRequest())
     assert load.join() == ("miss", True)
     wait_until(lambda: not uploaders(world), "the uploaders end")
 

@@ -7,9 +7,11 @@
  * rights do not allow the access poisons the context when the copy runs, as a fault of the copy
  * engine does.
  */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "emulator.h"
 
@@ -25,12 +27,19 @@ struct copy {
     unsigned char staged[];
 };
 
+static void rest(long ms) {
+    struct timespec left = {ms / 1000, ms % 1000 * 1000000};
+    while (nanosleep(&left, &left) < 0)
+        continue;
+}
+
 static void delay(void) {
-    long ms = process.machine.copy_delay_ms;
-    struct timespec rest = {ms / 1000, ms % 1000 * 1000000};
-    if (ms > 0)
-        while (nanosleep(&rest, &rest) < 0)
-            continue;
+    char held[PATH_MAX];
+    snprintf(held, sizeof held, "%s/held", process.machine.directory);
+    if (process.machine.copy_delay_ms > 0)
+        rest(process.machine.copy_delay_ms);
+    while (access(held, F_OK) == 0)
+        rest(1);
 }
 
 /* Looked at again when the copy runs: it may have been unmapped in the meantime. */
