@@ -12,6 +12,8 @@ import os
 from collections import deque
 from collections.abc import Iterator
 
+from trims_shim import diagnostics
+
 __all__ = ["OwnDescriptor", "above_streams"]
 
 _STREAMS = 3
@@ -49,9 +51,11 @@ def above_streams() -> Iterator[None]:
     user = object()
     _users.add(user)
     try:
-        with contextlib.suppress(OSError):  # Without descriptors, nothing is opened.
+        try:
             while _takes_stream():
                 pass
+        except OSError as error:  # Without descriptors, nothing is opened.
+            diagnostics.pass_on(error)
         yield
     finally:
         _users.discard(user)

@@ -84,7 +84,7 @@ def opened(filename: str | os.PathLike[str]) -> Iterator[int | None]:
 def absolute(name: Any) -> str:
     """Return the absolute path, the cache's name for a file that the program calls ``name``.
 
-    ``trims pin PATH`` therefore means the same file in every directory. Raises nothing.
+    ``trims pin PATH`` therefore means the same file in every directory. Raises nothing of its own.
     """
     if isinstance(name, int):
         return f"file descriptor {name}"
@@ -93,7 +93,8 @@ def absolute(name: Any) -> str:
         found = os.fsdecode(name)
         return os.path.abspath(found)
     # Border: the working directory is gone; the program has put an object there.
-    except Exception:
+    except Exception as error:
+        diagnostics.pass_on(error)
         return found
 
 
