@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,27 @@ def test_chains(make: Callable[[], list[Any]], change: str) -> None:
         for name, tensor in theirs.items():
             assert torch.equal(ours[name], tensor)
             assert (ours[name].dtype, ours[name].stride()) == (tensor.dtype, tensor.stride())
+
+
+def test_experts_go_when_they_are_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the first list before the second is stacked: a layer may be much of the memory."""
+    alive: list[int] = []
+
+    def lists_and_watched() -> dict[str, list[torch.Tensor]]:
+        lists = lists_of_two()
+        watched = [weakref.ref(each) for tensors in lists.values() for each in tensors]
+        for name in ("stack", "cat"):
+            original = getattr(torch, name)
+
+            def counting(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
+                alive.append(sum(each() is not None for each in watched))
+                return _original(*args, **kwargs)
+
+            monkeypatch.setattr(torch, name, counting)
+        return lists
+
+    converted([core.MergeModulelist(dim=0), core.Concatenate(dim=1)], lists_and_watched(), ["c"])
+    assert alive == [4, 2, 0]
 
 
 def test_a_list_alone_and_its_name() -> None:
