@@ -680,7 +680,7 @@ class TestVariants:
         """Found: with TRIMS_KEEP_UNUSED=0 every second load had it made, and no load got it."""
         client = front.client(OWN)
         now_s = 100.0
-        monkeypatch.setattr(time, "monotonic", lambda: now_s)
+        monkeypatch.setattr(clock, "now_ns", lambda: int(now_s * 1e9))
         front.openings.keep_unused_s = 0.0
         for _ in range(3):
             file.offer(front, client, variant=Variant(8))
@@ -714,6 +714,25 @@ class TestVariants:
         file.offer(front, client, variant=Variant(8))
         assert front.host.store.ingest_count() == 1
         front.work()
+
+    def test_those_without_room_beside_each_other_do_not_take_turns(
+        self, front: HostFront, file: File
+    ) -> None:
+        store, sessions = front.host.store, [front.client(OWN) for _ in range(4)]
+        store._budget_bytes = store._footprint_bytes(16 + len(file.content))
+        served = []
+        for client in sessions:
+            for lead in (8, 16):
+                if file.offer(front, client, variant=Variant(lead)).opened is not None:
+                    served.append(lead)
+                front.work()
+            front.tiers.close_session(client.number, clock.now_ns())
+        assert served == [8, 8]
+        assert front.counters["images_evicted"] == 0
+        for _ in range(2):
+            file.offer(front, sessions[0], variant=Variant(16))
+            front.work()
+        assert file.offer(front, sessions[0], variant=Variant(16)).opened is not None, "wanted now"
 
     def test_it_leaves_descriptors_for_clients(
         self, front: HostFront, file: File, monkeypatch: pytest.MonkeyPatch

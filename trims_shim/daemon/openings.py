@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from typing import Any, NamedTuple
 
 from trims_shim.daemon import clock, descriptors
@@ -97,7 +96,7 @@ class Openings:
         self._promoted: dict[int, Digest] = {}
         """Images of the host tier that a device's load reads, by its number. They are held there
         until it has ended: dropped, their memory would be in no account."""
-        self._asked: Recent[IdentityKey, float] = Recent(_ASKED_LIMIT)
+        self._asked: Recent[IdentityKey, int] = Recent(_ASKED_LIMIT)
         """Variants that were offered and not loaded, and when that was."""
 
     def open(self, request: Request, message: messages.OpenImageRequest) -> None:
@@ -166,15 +165,18 @@ class Openings:
         if host.store.is_hit(opening):
             return True
         with self._front.take_offer(request, offer.ticket) as taken:
-            now_s = time.monotonic()
-            before_s = self._asked.pop(opening.key, -math.inf)
+            now_ns = clock.now_ns()
+            before_ns = self._asked.pop(opening.key, -math.inf)
             actions: list[Action] = []
-            if now_s - before_s < self.keep_unused_s and self._has_descriptors(host):
+            if now_ns - before_ns < self.keep_unused_s * 1e9 and self._has_descriptors(host):
                 withheld = host.withheld_bytes(opening.image_bytes)
-                actions = host.store.load(opening, clock.now_ns(), withheld_bytes=withheld)
+                # Else variants that have no room beside each other would take turns, load by load.
+                actions = host.store.load(
+                    opening, now_ns, withheld_bytes=withheld, before_ns=before_ns
+                )
                 self.execute(host, actions, offer=taken)
             if not actions:
-                self._asked.put(opening.key, now_s)
+                self._asked.put(opening.key, now_ns)
         return False
 
     def execute(

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
@@ -205,12 +206,22 @@ class Store:
         except NoSpace as error:
             return [RefuseRequest(opening, error)]
 
-    def load(self, opening: Opening, now_ns: int, *, withheld_bytes: int = 0) -> list[Action]:
-        """Load an image for later requests: nobody waits for it. Without room, do nothing."""
+    def load(
+        self,
+        opening: Opening,
+        now_ns: int,
+        *,
+        withheld_bytes: int = 0,
+        before_ns: float = math.inf,
+    ) -> list[Action]:
+        """Load an image for later requests: nobody waits for it. Without room, do nothing.
+
+        Only images that were last used before ``before_ns`` make room.
+        """
         if self.is_hit(opening):
             return []
         try:
-            return self._start(opening, [], now_ns, withheld_bytes)
+            return self._start(opening, [], now_ns, withheld_bytes, before_ns)
         except NoSpace:
             return []
 
@@ -463,7 +474,12 @@ class Store:
     # --- inside -----------------------------------------------------------------------------------
 
     def _start(
-        self, opening: Opening, waiters: list[Opening], now_ns: int, withheld_bytes: int
+        self,
+        opening: Opening,
+        waiters: list[Opening],
+        now_ns: int,
+        withheld_bytes: int,
+        before_ns: float = math.inf,
     ) -> list[Action]:
         """Raises NoSpace."""
         needed = self._footprint_bytes(opening.image_bytes)
@@ -475,7 +491,7 @@ class Store:
             self._use(hinted.digest, now_ns)
             needed = 0
         else:
-            actions = self._make_room(opening.name, needed, withheld_bytes)
+            actions = self._make_room(opening.name, needed, withheld_bytes, before_ns)
         ingest = next(self._numbers)
         load = _Ingest(
             (opening.key,),
@@ -493,10 +509,12 @@ class Store:
         )
         return [*actions, start]
 
-    def _make_room(self, name: str, needed_bytes: int, withheld_bytes: int) -> list[Action]:
+    def _make_room(
+        self, name: str, needed_bytes: int, withheld_bytes: int, before_ns: float
+    ) -> list[Action]:
         """Raises NoSpace."""
         missing = self._missing_bytes(needed_bytes, withheld_bytes)
-        chosen = self._choose_victims(missing)
+        chosen = self._choose_victims(missing, before_ns=before_ns)
         # All or nothing: no image is dropped for a request that is still refused.
         lacking = missing - sum(image.resident_bytes for image in chosen)
         if lacking > 0:
@@ -507,14 +525,18 @@ class Store:
         used = self._resident_bytes + self._reserved_bytes + withheld_bytes
         return used + needed_bytes - self._budget_bytes
 
-    def _choose_victims(self, missing_bytes: int, *, is_forced: bool = False) -> list[_Image]:
+    def _choose_victims(
+        self, missing_bytes: int, *, is_forced: bool = False, before_ns: float = math.inf
+    ) -> list[_Image]:
         """Free images in the policy's order, as many as are needed or there are.
 
-        ``is_forced``: at last also those that the policy would keep.
+        Last used before ``before_ns``. ``is_forced``: at last also those that the policy would
+        keep.
         """
         if missing_bytes <= 0:
             return []
-        order = self._policy.rank(self._free())
+        old = itertools.takewhile(lambda image: image.used_ns < before_ns, self._free())
+        order = self._policy.rank(old)
         chosen: dict[Digest, _Image] = {}
         for candidate in itertools.chain(order, self._free()) if is_forced else order:
             if candidate.digest in chosen:
