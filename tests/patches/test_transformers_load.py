@@ -123,6 +123,25 @@ def test_experts_that_are_stacked(devices: Devices, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_can_dispatch")
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_a_family_with_models_that_are_put_together(
+    devices: Devices, tmp_path: Path, is_gated: bool
+) -> None:
+    """Only Dinov2's largest model has the matrices that transformers splits."""
+    configuration = transformers.Dinov2Config(
+        hidden_size=SIDE, num_hidden_layers=1, num_attention_heads=4, use_swiglu_ffn=is_gated
+    )
+    torch.manual_seed(1)
+    transformers.Dinov2Model(configuration).save_pretrained(tmp_path)
+    theirs = transformers.Dinov2Model.from_pretrained(tmp_path)
+    with ToCuda(), ZerosOnCuda():
+        ours = transformers.Dinov2Model.from_pretrained(tmp_path, device_map="cuda:0")
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(ours.get_parameter(name), parameter), name
+    assert len(devices.mappings) == (not is_gated)
+
+
+@pytest.mark.usefixtures("_can_dispatch")
 def test_from_pretrained_that_is_refused(devices: Devices, folder: Path) -> None:
     from trims_shim.client.cache import cache
 

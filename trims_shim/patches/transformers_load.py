@@ -16,6 +16,8 @@ it: the device would have to hold the file's image beside the result.
 from __future__ import annotations
 
 import functools
+import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +44,7 @@ def _wrap_materialize(original: Callable[..., Any]) -> Callable[..., Any]:
     return _materialize_copy
 
 
+_PLAIN_NAME = re.compile(r"[\w.]+")
 _assembling: set[object] = set()
 """Loads under way of models that are put together. Threads of a load do not know which it is."""
 
@@ -76,7 +79,7 @@ def _wrap_load(original: Any) -> Any:
     @functools.wraps(inner)
     def _load_pretrained_model(*args: Any, **kwargs: Any) -> Any:
         load_config = args[3] if len(args) > 3 else kwargs.get("load_config")
-        is_assembled = _is_assembled(load_config)
+        is_assembled = _is_assembled(args[0] if args else kwargs.get("model"), load_config)
         may_share = patches.active() and not is_assembled
         token = destination.set(_sole_device(load_config) if may_share else None)
         load = object()
@@ -91,10 +94,20 @@ def _wrap_load(original: Any) -> Any:
     return staticmethod(_load_pretrained_model)
 
 
-def _is_assembled(load_config: Any) -> bool:
-    """Whether transformers makes tensors of the file into others; renaming alone is none."""
+def _is_assembled(model: Any, load_config: Any) -> bool:
+    """Whether transformers makes tensors of the file into others; renaming alone is none.
+
+    Its mapping may be for all models of a family. One without what a converter makes is as saved.
+    """
     mapping = getattr(load_config, "weight_mapping", None)
-    return type(mapping) is list and any(hasattr(each, "operations") for each in mapping)
+    if type(mapping) is not list:
+        return False
+    converters = [each for each in mapping if hasattr(each, "operations")]
+    made = [name for each in converters for name in getattr(each, "target_patterns", [""])]
+    if not made or not all(_PLAIN_NAME.fullmatch(name) for name in made):
+        return bool(made)
+    names = [name for name, _ in itertools.chain(model.named_parameters(), model.named_buffers())]
+    return any(part in name for part in made for name in names)
 
 
 def _sole_device(load_config: Any) -> int | None:
