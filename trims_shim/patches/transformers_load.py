@@ -125,7 +125,8 @@ def _sole_device(load_config: Any) -> int | None:
 def _wrap_warmup(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def caching_allocator_warmup(*args: Any, **kwargs: Any) -> Any:
-        if patches.active() and len(args) == 3 and args[2] is None and _is_served(args[1]):
+        may_share = patches.active() and not _assembling
+        if may_share and len(args) == 3 and args[2] is None and _is_served(args[1]):
             diagnostics.count("skipped", "caching_allocator_warmup")
             return None
         return original(*args, **kwargs)
