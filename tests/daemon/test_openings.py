@@ -54,7 +54,7 @@ from trims_shim.errors import (
 )
 from trims_shim.memory import copying
 from trims_shim.memory.device import DeviceSegment
-from trims_shim.specs import Variant
+from trims_shim.specs import PIECES_LIMIT, Variant
 from trims_shim.wire import codec, messages
 from trims_shim.wire.handover import Peer
 
@@ -805,6 +805,14 @@ class TestVariants:
         assert front.host.store.ingest_count() == 0
         with pytest.raises(AccessDenied, match=f"is {len(variant.pieces)} pieces of"):
             file.request(front, client, variant=variant)
+
+    @pytest.mark.parametrize(("count", "loads"), [(PIECES_LIMIT, 1), (PIECES_LIMIT + 1, 0)])
+    def test_so_many_pieces(self, front: HostFront, tmp_path: Path, count: int, loads: int) -> None:
+        file, client = File(tmp_path / "large", bytes(2 * PIECES_LIMIT)), front.client(OWN)
+        for _ in range(2):
+            file.offer(front, client, variant=Variant(0, "", 1, (0,) * count))
+        assert front.host.store.ingest_count() == loads
+        front.work()
 
     def test_without_the_extension_it_is_said_why(
         self, front: HostFront, file: File, monkeypatch: pytest.MonkeyPatch

@@ -56,7 +56,7 @@ from trims_shim.errors import (
 from trims_shim.memory import copying
 from trims_shim.memory.device import DeviceSegment
 from trims_shim.printable import printable
-from trims_shim.specs import AS_IS, HOST_TIER, WIDENED, Digest, Variant
+from trims_shim.specs import AS_IS, HOST_TIER, PIECES_LIMIT, WIDENED, Digest, Variant
 from trims_shim.wire import messages
 
 __all__ = ["Openings"]
@@ -506,7 +506,7 @@ def _check(variant: Variant, tier: str, file_bytes: int) -> None:
         is_made = (
             (lead_bytes, widened) == (0, "")
             and piece_bytes > 0
-            and 0 < len(pieces) <= file_bytes // piece_bytes
+            and 0 < len(pieces) <= min(PIECES_LIMIT, file_bytes // piece_bytes)
             and all(0 <= offset <= last for offset in pieces)
         )
         how = f" is {len(pieces)} pieces of {piece_bytes} bytes and"
