@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import devices as emulation
@@ -350,3 +351,21 @@ def test_files_that_are_opened_for_a_device(devices: Devices, entry: Any) -> Non
     assert not shared(materialize(weight, "cuda:0", None))
     assert materialize(weight, "cuda:1", torch.float16).dtype is torch.float16
     assert weight.on_device(0, None) is None
+
+
+def test_a_mapping_that_cannot_be_read_is_transformers_business(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from trims_shim.client.cache import cache
+
+    monkeypatch.setattr(torch_device.skip, "warned", {"internal_error"})
+    with emulation.emulated(monkeypatch):
+        cache().config._values["strict"] = False
+        seen: list[bool] = []
+        load = transformers_load._wrap_load(
+            staticmethod(lambda *_: seen.append(bool(transformers_load._assembling)))
+        )
+        converter = SimpleNamespace(operations=[], target_patterns=[3])
+        load.__func__(nn.Linear(1, 1), None, [], SimpleNamespace(weight_mapping=[converter]))
+    assert seen == [True]
+    assert not transformers_load._assembling

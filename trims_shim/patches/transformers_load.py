@@ -79,7 +79,12 @@ def _wrap_load(original: Any) -> Any:
     @functools.wraps(inner)
     def _load_pretrained_model(*args: Any, **kwargs: Any) -> Any:
         load_config = args[3] if len(args) > 3 else kwargs.get("load_config")
-        is_assembled = _is_assembled(args[0] if args else kwargs.get("model"), load_config)
+        try:
+            is_assembled = _is_assembled(args[0] if args else kwargs.get("model"), load_config)
+        # Border: transformers has its own words for it.
+        except Exception as error:
+            torch_device.skip.error(error, what="transformers")
+            is_assembled = True
         may_share = patches.active() and not is_assembled
         token = destination.set(_sole_device(load_config) if may_share else None)
         load = object()
