@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from images import image_of, make_variants
+from images import cached, image_of, make_variants
 
 from trims_shim import diagnostics, patches
 from trims_shim.errors import MemoryFailure
@@ -174,68 +174,103 @@ def test_what_is_wrong_with_a_file_is_told_alike(tmp_path: Path, asked: list[Var
 
 
 def converted(operations: list[Any], lists: dict[str, Any], targets: list[str]) -> Any:
-    """What a converter's operations make of lists of tensors; only they are looked at."""
+    """What a converter's operations make of lists of tensors; only they are looked at.
+
+    Of its source patterns, which are in another order, this layer has no third.
+    """
     holder = type("Converter", (), {"operations": operations})()
 
     def run(_: Any) -> Any:
         result: Any = lists
         for each in operations:
-            result = each.convert(result, source_patterns=list("ab"), target_patterns=targets)
+            given = result
+            result = each.convert(given, source_patterns=list("bca"), target_patterns=targets)
+            assert given == {}, "no operation keeps what it was given"
         return result
 
     return experts._wrap_convert(run)(holder)
 
 
-def lists_of_two() -> dict[str, list[torch.Tensor]]:
-    return {
-        name: [torch.full((3, 5), 10 * number + n) for n in range(2)]
-        for number, name in enumerate("ab")
-    }
+def outcome(operations: list[Any], lists: dict[str, Any], targets: list[str]) -> Any:
+    try:
+        return converted(operations, lists, targets)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs)
+    if isinstance(theirs, str):
+        assert ours == theirs
+        return
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor)
+        assert (ours[name].dtype, ours[name].stride()) == (tensor.dtype, tensor.stride())
+
+
+def lists_of_two(*, is_cached: bool = False) -> dict[str, Any]:
+    state = {f"{name}{n}": torch.randn(3, 5) for name in "ab" for n in range(2)}
+    if is_cached:
+        state = cached({**state, "other": torch.zeros(99)})
+    return {name: [state[f"{name}{n}"] for n in range(2)] for name in "ab"}
+
+
+class Doubled(core.MergeModulelist):  # type: ignore[misc]
+    def convert(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: 2 * each for name, each in super().convert(*args, **kwargs).items()}
+
+
+class Other(core.ConversionOps):  # type: ignore[misc]
+    def convert(self, *args: Any, **kwargs: Any) -> Any:
+        merged = core.MergeModulelist(dim=0).convert(*args, **kwargs)
+        return {name: 2 * each for name, each in merged.items()}
 
 
 CHAINS: dict[str, Callable[[], list[Any]]] = {
     "beside": lambda: [core.MergeModulelist(dim=0), core.Concatenate(dim=1)],
     "behind": lambda: [core.MergeModulelist(dim=0), core.Concatenate(dim=0)],
+    "from the end": lambda: [core.MergeModulelist(dim=0), core.Concatenate(dim=-2)],
     "by another dimension": lambda: [core.MergeModulelist(dim=1), core.Concatenate(dim=1)],
     "of three": lambda: [
         core.MergeModulelist(dim=0),
         core.Concatenate(dim=1),
         core.Transpose(dim0=1, dim1=2),
     ],
+    "of a subclass": lambda: [Doubled(dim=0), core.Concatenate(dim=1)],
+    "of another": lambda: [Other(), core.Concatenate(dim=1)],
+}
+
+CHANGES: dict[str, Callable[[list[Any]], Any]] = {
+    "none": lambda tensors: tensors,
+    "shape": lambda tensors: [each[:2] for each in tensors],
+    "count": lambda tensors: [*tensors, tensors[0]],
+    "fewer": lambda tensors: tensors[:1],
+    "empty": lambda _: [],
+    "dtype": lambda tensors: [each.double() for each in tensors],
+    "numbers": lambda tensors: [each.view(torch.int32) for each in tensors],
+    "kind": lambda tensors: [torch.nn.Parameter(tensors[0].double()), tensors[1]],
+    "a stack": torch.stack,
 }
 
 
 @pytest.mark.parametrize("make", CHAINS.values(), ids=CHAINS)
-@pytest.mark.parametrize("change", ["none", "shape", "count", "dtype", "kind"])
-def test_chains(make: Callable[[], list[Any]], change: str) -> None:
-    """With tensors that no cache holds, so that nothing can be served."""
-
-    def outcome() -> Any:
-        lists: dict[str, Any] = lists_of_two()
-        if change == "shape":
-            lists["b"] = [each[:2] for each in lists["b"]]
-        elif change == "count":
-            lists["b"].append(lists["b"][0])
-        elif change == "dtype":
-            lists["b"] = [each.double() for each in lists["b"]]
-        elif change == "kind":
-            lists["b"][0] = torch.nn.Parameter(lists["b"][0].double())
-        try:
-            return converted(make(), lists, ["c"])
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-
-    ours = outcome()
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("is_cached", [False, True], ids=["private", "cached"])
+def test_chains(
+    make: Callable[[], list[Any]],
+    change: Callable[[list[Any]], Any],
+    is_cached: bool,
+    asked: list[Variant],
+) -> None:
+    lists = lists_of_two(is_cached=is_cached)
+    lists["b"] = change(lists["b"])
     with patches.inactive():
-        theirs = outcome()
-    assert type(ours) is type(theirs)
-    if isinstance(theirs, str):
-        assert ours == theirs
-    else:
-        assert ours.keys() == theirs.keys()
-        for name, tensor in theirs.items():
-            assert torch.equal(ours[name], tensor)
-            assert (ours[name].dtype, ours[name].stride()) == (tensor.dtype, tensor.stride())
+        theirs = outcome(make(), dict(lists), ["c"])
+        assert asked == []
+    assert_same(outcome(make(), lists, ["c"]), theirs)
+    is_served = is_cached and make is CHAINS["beside"] and change is CHANGES["none"]
+    assert elided() == is_served
 
 
 def test_experts_go_when_they_are_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,23 +294,55 @@ def test_experts_go_when_they_are_stacked(monkeypatch: pytest.MonkeyPatch) -> No
     assert alive == [4, 2, 0]
 
 
-def test_a_list_alone_and_its_name() -> None:
-    for lists, targets in (({"a": lists_of_two()["a"]}, ["c"]), (lists_of_two(), ["c", "d"])):
-        ours = converted([core.MergeModulelist(dim=0)], dict(lists), targets)
-        with patches.inactive():
-            theirs = converted([core.MergeModulelist(dim=0)], dict(lists), targets)
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+@pytest.mark.parametrize("take", [lambda each: each[0], lambda each: each[0, 0]])
+@pytest.mark.parametrize("name", ["beside", "behind", "from the end"])
+def test_chains_of_less_than_matrices(
+    name: str, take: Callable[[torch.Tensor], torch.Tensor], asked: list[Variant]
+) -> None:
+    lists = lists_of_two(is_cached=True)
+    lists = {name: [take(each) for each in tensors] for name, tensors in lists.items()}
+    with patches.inactive():
+        theirs = outcome(CHAINS[name](), dict(lists), ["c"])
+    assert_same(outcome(CHAINS[name](), lists, ["c"]), theirs)
 
 
-def test_a_merge_outside_of_a_converter_is_transformers() -> None:
-    merged = core.MergeModulelist(dim=0).convert(
-        lists_of_two(), source_patterns=["a", "b"], target_patterns=["c"]
-    )
-    assert {name: tuple(each.shape) for name, each in merged.items()} == {
-        "a": (2, 3, 5),
-        "b": (2, 3, 5),
-    }
+@pytest.mark.parametrize(
+    ("chain", "names", "targets", "is_served"),
+    [
+        ((core.MergeModulelist,), "a", "c", True),
+        ((core.MergeModulelist,), "a", "cd", False),
+        ((core.MergeModulelist,), "ab", "c", False),
+        ((core.MergeModulelist,), "ab", "cd", False),
+        ((core.MergeModulelist, core.Transpose), "a", "a", False),
+        ((core.MergeModulelist, lambda: core.Concatenate(dim=1)), "a", "c", False),
+        ((core.MergeModulelist, lambda: core.Concatenate(dim=1)), "ab", "cd", False),
+    ],
+)
+def test_lists_and_names(
+    chain: tuple[Callable[[], Any], ...],
+    names: str,
+    targets: str,
+    is_served: bool,
+    asked: list[Variant],
+) -> None:
+    lists = {name: each for name, each in lists_of_two(is_cached=True).items() if name in names}
+    with patches.inactive():
+        theirs = outcome([make() for make in chain], dict(lists), list(targets))
+    assert_same(outcome([make() for make in chain], lists, list(targets)), theirs)
+    assert elided() == is_served
+
+
+def test_a_merge_outside_of_a_converter_is_transformers(asked: list[Variant]) -> None:
+    merge, concatenate = CHAINS["beside"]()
+    converted([merge, concatenate], lists_of_two(is_cached=True), ["c"])
+    for each in (merge, core.MergeModulelist(dim=0)):
+        merged = each.convert(
+            lists_of_two(is_cached=True), source_patterns=["a", "b"], target_patterns=["c"]
+        )
+        assert {name: tuple(each.shape) for name, each in merged.items()} == {
+            "a": (2, 3, 5),
+            "b": (2, 3, 5),
+        }
 
 
 def test_the_wrappers_look_like_the_originals() -> None:

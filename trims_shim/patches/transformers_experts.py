@@ -91,8 +91,7 @@ def _wrap_concatenate(original: Callable[..., Any]) -> Callable[..., Any]:
         del stacks  # Each list goes when it is stacked: it may be in memory of its own.
         for pattern in input_dict:
             if type(input_dict[pattern]) is _Unstacked:
-                with torch.no_grad():
-                    input_dict[pattern] = torch.stack(input_dict[pattern], dim=0)
+                input_dict[pattern] = torch.stack(input_dict[pattern], dim=0)
         return original(self, input_dict, source_patterns, target_patterns, **kwargs)
 
     return convert
