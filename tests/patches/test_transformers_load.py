@@ -331,6 +331,42 @@ def test_when_files_are_opened_for_a_device(
     assert transformers_load._sole_device(configuration) == index
 
 
+ASSEMBLED = [core.WeightRenaming("a", "b"), core.WeightConverter("a", "b", [core.Transpose()])]
+
+
+@pytest.mark.parametrize("is_by_name", [False, True])
+@pytest.mark.parametrize("is_active", [True, False])
+@pytest.mark.parametrize(
+    ("mapping", "is_assembled"),
+    [(None, False), ([], False), (ASSEMBLED[:1], False), (ASSEMBLED, True)],
+    ids=["none", "empty", "renamed", "assembled"],
+)
+def test_loads_within_loads(
+    devices: Devices, mapping: Any, is_assembled: bool, is_active: bool, is_by_name: bool
+) -> None:
+    """What one says of its files and of its model ends with it."""
+    outer = modeling.LoadStateDictConfig(device_map={"": 0}, weight_mapping=ASSEMBLED)
+    inner = modeling.LoadStateDictConfig(device_map={"": 0}, weight_mapping=mapping)
+    seen: list[Any] = []
+
+    def load(model: Any, state_dict: Any, files: Any, load_config: Any, keys: Any = None) -> None:
+        seen.append((safetensors_device.destination.get(), len(transformers_load._assembling)))
+        if load_config is outer:
+            token = patches.overridden.set(is_active)
+            if is_by_name:
+                wrapped(model, state_dict, files, load_config=inner)
+            else:
+                wrapped(model, state_dict, files, inner)
+            patches.overridden.reset(token)
+            seen.append((safetensors_device.destination.get(), len(transformers_load._assembling)))
+
+    wrapped = transformers_load.POINTS[1].wrap(load).__func__
+    wrapped("model", None, [], outer)
+    within = (0 if is_active and not is_assembled else None, 1 + is_assembled)
+    assert seen == [(None, 1), within, (None, 1)]
+    assert not transformers_load._assembling
+
+
 def test_files_that_are_opened_for_a_device(devices: Devices, entry: Any) -> None:
     """What is done with them on the CPU is the compiled class's."""
     import safetensors
