@@ -779,6 +779,11 @@ class TestVariants:
         assert opened.digest == blake3(expected).hexdigest()
         assert opened.size_bytes == 6
 
+    def test_other_pieces_are_another_image(self) -> None:
+        count = 1000
+        variants = [Variant(0, "", 8, (n, count - n)) for n in range(count)]
+        assert len({each.key for each in variants}) == count
+
     @pytest.mark.parametrize(
         "variant",
         [
@@ -820,7 +825,10 @@ class TestVariants:
         monkeypatch.setattr(copying, "can_widen", lambda: False)
         with pytest.raises(UnsupportedFormat, match="without a compiler"):
             file.request(front, front.client(OWN), variant=Variant(8, "float16"))
-        assert file.offer(front, front.client(OWN), variant=Variant(8)) is not None
+        for variant in (Variant(8), Variant(0, "", 3, (4, 0))):
+            assert not file.offer(front, front.client(OWN), variant=variant).is_loading, (
+                "not refused"
+            )
 
     def test_a_file_of_one_byte_is_no_number(
         self, front: HostFront, file: File, monkeypatch: pytest.MonkeyPatch

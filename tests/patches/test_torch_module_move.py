@@ -217,18 +217,21 @@ def test_what_was_written_is_copied(
     assert reasons() == {"written": 1}
 
 
-def test_widened_weights_are_copied(devices: Devices, loaded: Callable[..., Any]) -> None:
-    """Their image is no model file, and the file has other bytes."""
+@pytest.mark.parametrize("variant", [Variant(0, "float16"), Variant(0, "", 8, (8, 0))], ids=str)
+def test_widened_or_stacked_weights_are_copied(
+    devices: Devices, loaded: Callable[..., Any], variant: Variant
+) -> None:
+    """Their image is no model file, and the file has other bytes, or others there."""
     ours, theirs = loaded()
     found = arenas.find(ours.first.weight.data_ptr(), 1)
     assert found is not None
-    image, variant = found[0], Variant(0, "float16")
+    image = found[0]
     image.original = arenas.Original(image.digest, variant, weakref.ref(image), "model.pt")
     opened = len(devices.opened)
     ours.to("cuda")
     assert not any(are_shared(ours).values())
     assert_equal(ours, theirs)
-    assert reasons().keys() == {"float32"}
+    assert reasons().keys() == {str(variant)}
     assert len(devices.opened) == opened
 
 
