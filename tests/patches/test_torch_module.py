@@ -928,6 +928,55 @@ def test_a_model_in_many_files_has_variants_of_each(
     assert elided() == len(asked) == len(expected)
 
 
+def test_an_image_has_few_variants_if_it_is_large_and_none_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = make_variants(monkeypatch)
+    image = image_of(cached({"w": torch.zeros(99)})["w"])
+    assert image is not None
+
+    def found() -> list[bool]:
+        return [mappings.image_for(image, offset, "") is not None for offset in range(10)]
+
+    mappings = torch_mappings.FreshMappings(lambda *_: True)
+    for _ in range(2):
+        assert found() == [True] * 9 + [False], "the first are the file's own bytes"
+    assert len(asked) == 8, "each once"
+    for limit, is_asked in ((image.size_bytes, True), (image.size_bytes + 1, False)):
+        monkeypatch.setattr(torch_mappings, "_VARIANTS_FROM_BYTES", limit)
+        mappings = torch_mappings.FreshMappings(lambda *_: True)
+        assert any(found()[1:]) == is_asked
+    monkeypatch.setattr(torch_mappings, "_VARIANTS_FROM_BYTES", 0)
+    mappings = torch_mappings.FreshMappings(lambda *_: True)
+    image.original = object()  # type: ignore[assignment]
+    assert found() == [True] + [False] * 9
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "is_free"),
+    [
+        (0, 10, True),
+        (20, 30, True),
+        (40, 50, True),
+        (5, 11, False),
+        (12, 13, False),
+        (19, 21, False),
+        (5, 45, False),
+        (25, 35, False),
+    ],
+)
+def test_each_byte_of_a_fresh_mapping_is_given_away_once(
+    begin: int, end: int, is_free: bool
+) -> None:
+    image = image_of(cached({"w": torch.zeros(99)})["w"])
+    assert image is not None
+    mappings = torch_mappings.FreshMappings(lambda *_: True)
+    for first in (30, 10):
+        assert mappings.take(image, first, 10) is not None
+    assert (mappings.take(image, begin, end - begin) is not None) == is_free
+    assert mappings.take(image, begin, end - begin) is None
+
+
 @needs_extension
 def test_numbers_that_are_a_small_part_of_an_image_are_not_widened_in_it(
     prepare: Callable[..., None], monkeypatch: pytest.MonkeyPatch
