@@ -332,6 +332,16 @@ def test_lists_and_names(
     assert elided() == is_served
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_that_have_no_shape(asked: list[Variant]) -> None:
+    nested = [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]) for _ in range(2)]
+    with patches.inactive():
+        theirs = outcome([core.MergeModulelist(dim=0)], {"a": list(nested)}, ["a"])
+    ours = outcome([core.MergeModulelist(dim=0)], {"a": list(nested)}, ["a"])
+    assert isinstance(theirs, str)
+    assert ours == theirs
+
+
 def test_a_merge_outside_of_a_converter_is_transformers(asked: list[Variant]) -> None:
     merge, concatenate = CHAINS["beside"]()
     converted([merge, concatenate], lists_of_two(is_cached=True), ["c"])

@@ -20,6 +20,7 @@ from transformers import core_model_loading as core
 
 from trims_shim import patches
 from trims_shim.patches.points import PatchPoint
+from trims_shim.patches.torch_mappings import count_error
 from trims_shim.patches.torch_stacking import are_alike, stacked
 
 __all__ = ["POINTS"]
@@ -51,7 +52,12 @@ def _wrap_merge(original: Callable[..., Any]) -> Callable[..., Any]:
     def convert(
         self: Any, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any
     ) -> Any:
-        merged = _merged(self, input_dict, target_patterns)
+        try:
+            merged = _merged(self, input_dict, target_patterns)
+        # Border: tensors that do not even tell their shape are transformers' business.
+        except Exception as error:
+            count_error(error, "stack")
+            merged = None
         if merged is None:
             return original(self, input_dict, source_patterns, target_patterns, **kwargs)
         input_dict.clear()
@@ -81,7 +87,7 @@ def _wrap_concatenate(original: Callable[..., Any]) -> Callable[..., Any]:
     def convert(
         self: Any, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any
     ) -> Any:
-        stacks = [input_dict[each] for each in source_patterns if each in input_dict]
+        stacks = [input_dict[each] for each in dict.fromkeys(source_patterns) if each in input_dict]
         if not any(type(each) is _Unstacked for each in stacks):
             return original(self, input_dict, source_patterns, target_patterns, **kwargs)
         result = _side_by_side(stacks) if len(target_patterns) == 1 else None
