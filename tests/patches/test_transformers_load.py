@@ -361,7 +361,7 @@ def test_loads_within_loads(
             seen.append((safetensors_device.destination.get(), len(transformers_load._assembling)))
 
     wrapped = transformers_load.POINTS[1].wrap(load).__func__
-    wrapped("model", None, [], outer)
+    wrapped(nn.ParameterDict({"b": nn.Parameter(torch.ones(1))}), None, [], outer)
     within = (0 if is_active and not is_assembled else None, 1 + is_assembled)
     assert seen == [(None, 1), within, (None, 1)]
     assert not transformers_load._assembling
