@@ -19,7 +19,7 @@ from trims_shim.client import arenas
 from trims_shim.memory.mapping import are_addresses_limited
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_copies import is_watched
-from trims_shim.patches.torch_mappings import count_error
+from trims_shim.patches.torch_mappings import count_error, widened
 from trims_shim.patches.torch_modes import call_under
 from trims_shim.patches.torch_stock_load import registered
 from trims_shim.patches.torch_widening import Widening, is_narrow
@@ -28,6 +28,7 @@ __all__ = ["POINTS"]
 
 _TO = torch.Tensor.to
 _FLOAT = torch.Tensor.float
+_FLOAT32 = torch.float32
 
 
 class _ConversionMode(TorchFunctionMode):
@@ -88,10 +89,14 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _begin(module: torch.nn.Module) -> Widening | None:
     try:
-        if is_watched() or are_addresses_limited():
+        if is_watched():  # who watches would see our looks
+            return None
+        # Most modules have none, which is seen quickly.
+        tensors = [each for each in registered(module).values() if widened(_FLOAT32, each.dtype)]
+        if not tensors or are_addresses_limited():
             return None
         with torch.no_grad():  # as torch converts
-            tensors = [each for each in registered(module).values() if is_narrow(each)]
+            tensors = [each for each in tensors if is_narrow(each)]
         if tensors:
             return Widening("float32", functools.partial(_is_mostly, tensors))
     # Border: torch converts, and raises an error of its own if it fails too.
