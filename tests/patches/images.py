@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import OrderedDict
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from trims_shim import diagnostics, patches
 from trims_shim.client.arenas import Image, find
 from trims_shim.memory import copying
-from trims_shim.patches import torch_mappings, torch_stacking
+from trims_shim.patches import points, torch_mappings, torch_stacking
 from trims_shim.patches.torch_storage import storage_of
 from trims_shim.specs import Variant
 
-__all__ = ["cached", "image_of", "make_variants", "needs_extension"]
+__all__ = ["cached", "image_of", "make_variants", "needs_extension", "patched"]
 
 needs_extension = pytest.mark.skipif(
     not copying.can_widen(), reason="the extension was not built (no compiler)"
 )
+
+
+@contextlib.contextmanager
+def patched(monkeypatch: pytest.MonkeyPatch, *targets: points.PatchPoint) -> Iterator[None]:
+    """These patches and no others, switched on; counters begin anew."""
+    monkeypatch.setattr(patches, "_is_enabled", True)
+    diagnostics.reset_after_fork()
+    applied = [points.apply(target) for target in targets]
+    assert all(each.state is points.PatchState.APPLIED for each in applied)
+    yield
+    for each in applied:
+        points.undo(each)
 
 
 def cached(state: dict[str, torch.Tensor], *, shift: int = 0) -> OrderedDict[str, torch.Tensor]:

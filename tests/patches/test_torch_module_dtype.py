@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from images import cached, image_of, make_variants, needs_extension
+from images import cached, image_of, make_variants, needs_extension, patched
 from torch import nn
 
 from trims_shim import diagnostics, patches
 from trims_shim.client import write_check
 from trims_shim.errors import MemoryFailure
 from trims_shim.memory import pages
-from trims_shim.patches import points, torch_mappings, torch_module_dtype
+from trims_shim.patches import torch_mappings, torch_module_dtype
 from trims_shim.specs import Variant
 
 pytestmark = needs_extension
@@ -34,13 +34,8 @@ to_float32 = pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVER
 @pytest.fixture(autouse=True)
 def _patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The patch alone, with no daemon behind it."""
-    monkeypatch.setattr(patches, "_is_enabled", True)
-    diagnostics.reset_after_fork()
-    applied = [points.apply(point) for point in torch_module_dtype.POINTS]
-    assert all(each.state is points.PatchState.APPLIED for each in applied)
-    yield
-    for each in applied:
-        points.undo(each)
+    with patched(monkeypatch, *torch_module_dtype.POINTS):
+        yield
 
 
 @pytest.fixture

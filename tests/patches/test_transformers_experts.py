@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from images import cached, image_of, make_variants
+from images import cached, image_of, make_variants, patched
 
 from trims_shim import diagnostics, patches
 from trims_shim.errors import MemoryFailure
-from trims_shim.patches import points, torch_from_file, torch_mappings
+from trims_shim.patches import torch_from_file, torch_mappings
 from trims_shim.specs import Variant
 from trims_shim.testing import FakeDaemon
 
@@ -35,14 +35,9 @@ SIZES = {
 
 @pytest.fixture(autouse=True)
 def _patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(patches, "_is_enabled", True)
-    diagnostics.reset_after_fork()
-    applied = [points.apply(point) for point in (*torch_from_file.POINTS, *experts.POINTS)]
-    assert all(each.state is points.PatchState.APPLIED for each in applied)
-    with FakeDaemon(strict="1"):
+    targets = (*torch_from_file.POINTS, *experts.POINTS)
+    with patched(monkeypatch, *targets), FakeDaemon(strict="1"):
         yield
-    for each in applied:
-        points.undo(each)
 
 
 @pytest.fixture
