@@ -101,8 +101,13 @@ def test_one_waiter_killed_the_others_are_served(make_world: object) -> None:
     world: World = make_world(host_bytes="1G")  # type: ignore[operator]
     path = world.sparse_file(LARGE_BYTES)
     pid = world.start()
-    script = f"arena = open_file({path!r})\nsay(arena.size_bytes)\n"
+    # All begin at once: the load may be over before the fourth process has started.
+    script = f"say()\nhear()\narena = open_file({path!r})\nsay(arena.size_bytes)\n"
     children = [world.spawn(script) for _ in range(4)]
+    for child in children:
+        child.hear()
+    for child in children:
+        child.say()
     world.wait_for_load()
     world.signal(pid, signal.SIGSTOP)
     children[0].kill()
