@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,14 @@ from trims_shim.patches import points, torch_mappings, torch_stacking
 from trims_shim.patches.torch_storage import storage_of
 from trims_shim.specs import Variant
 
-__all__ = ["cached", "image_of", "make_variants", "needs_extension", "patched"]
+__all__ = [
+    "assert_alike",
+    "cached",
+    "image_of",
+    "make_variants",
+    "needs_extension",
+    "patched",
+]
 
 needs_extension = pytest.mark.skipif(
     not copying.can_widen(), reason="the extension was not built (no compiler)"
@@ -82,6 +90,15 @@ def make_variants(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
     monkeypatch.setattr(torch_stacking, "_MIN_SIZE_BYTES", 0)
     monkeypatch.setattr(torch_mappings, "_VARIANTS_FROM_BYTES", 0)
     return asked
+
+
+def assert_alike(ours: Any, theirs: Any) -> None:
+    """The parameters of two models, and how they are held."""
+    for (name, tensor), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(tensor, expected), name
+        for attribute in ("dtype", "requires_grad", "is_leaf", "_version"):
+            assert getattr(tensor, attribute) == getattr(expected, attribute), (name, attribute)
+        assert tensor.stride() == expected.stride()
 
 
 def image_of(tensor: torch.Tensor) -> Image | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import images
 import pytest
 import torch
 from images import image_of, make_variants, needs_extension, patched
@@ -77,11 +78,7 @@ def elided() -> int:
 
 
 def assert_alike(ours: Any, theirs: Any) -> None:
-    for (name, tensor), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(tensor, expected), name
-        for attribute in ("dtype", "requires_grad", "is_leaf", "_version"):
-            assert getattr(tensor, attribute) == getattr(expected, attribute), (name, attribute)
-        assert tensor.stride() == expected.stride()
+    images.assert_alike(ours, theirs)
     assert ours.lm_head.weight is ours.transformer.wte.weight
     for tensor, expected in zip(ours.buffers(), theirs.buffers(), strict=True):
         assert torch.equal(tensor, expected)

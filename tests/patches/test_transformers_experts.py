@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from images import cached, image_of, make_variants, patched
+from images import assert_alike, cached, image_of, make_variants, patched
 
 from trims_shim import diagnostics, patches
 from trims_shim.errors import MemoryFailure
@@ -71,14 +71,6 @@ def plainly(kind: Any, path: Path, **options: Any) -> Any:
 
 def elided() -> int:
     return diagnostics.stats().events.get("elided:stack", 0)
-
-
-def assert_alike(ours: Any, theirs: Any) -> None:
-    for (name, tensor), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(tensor, expected), name
-        for attribute in ("dtype", "requires_grad", "is_leaf", "_version"):
-            assert getattr(tensor, attribute) == getattr(expected, attribute), (name, attribute)
-        assert tensor.stride() == expected.stride()
 
 
 @pytest.mark.parametrize("save", [mixtral, qwen])

@@ -64,7 +64,9 @@ from trims_shim.patches.torch_device_elision import Adopter, adopter_for
 from trims_shim.patches.torch_mappings import (
     MIN_SIZE_BYTES,
     FreshMappings,
+    bytes_in,
     count_error,
+    image_of,
     is_fresh,
     widened,
 )
@@ -287,35 +289,17 @@ def _holds_cached_bytes(state_dict: Any) -> bool:
     """
     if type(state_dict) not in PLAIN_DICTS or are_addresses_limited() or is_much():
         return False
-    return any(_image_of(value) is not None for value in state_dict.values())
+    return any(image_of(value) is not None for value in state_dict.values())
 
 
 def _is_mostly(
     module: torch.nn.Module, state_dict: dict[str, Any], image: arenas.Image, numbers: str
 ) -> bool:
     """Whether most of an image are entries of this dtype that become float32."""
-    dtype = getattr(torch, numbers)
-    sizes: dict[int, int] = {  # tied entries once
-        value.data_ptr(): value.nbytes
-        for value in state_dict.values()
-        if _image_of(value) is image and value.dtype is dtype
-    }
     # Names do not tell where entries go: hooks may change them.
     room: int = sum(
-        each.numel() * dtype.itemsize
+        each.numel() * getattr(torch, numbers).itemsize
         for each in registered(module).values()
         if type(each) in PLAIN_TYPES and each.dtype is torch.float32
     )
-    return 2 * min(sum(sizes.values()), room) > image.size_bytes
-
-
-def _image_of(value: Any) -> arenas.Image | None:
-    """The image with the bytes of an entry, if there are enough of them."""
-    is_large = (
-        type(value) in PLAIN_TYPES
-        and value.layout is torch.strided
-        and value.is_cpu
-        and value.nbytes >= MIN_SIZE_BYTES
-    )
-    found = arenas.find(value.data_ptr(), value.nbytes) if is_large else None
-    return None if found is None else found[0]
+    return 2 * min(bytes_in(image, numbers, state_dict.values()), room) > image.size_bytes

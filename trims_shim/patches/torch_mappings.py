@@ -12,8 +12,8 @@ import ctypes
 import logging
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from trims_shim.client import arenas
 from trims_shim.client.arenas import Image
 from trims_shim.patches import torch_repoint
 from trims_shim.patches.asking import variant_image
-from trims_shim.patches.torch_copies import has_views
+from trims_shim.patches.torch_copies import PLAIN_TYPES, has_views
 from trims_shim.patches.torch_modes import unseen
 from trims_shim.patches.torch_storage import storage_of
 from trims_shim.specs import AS_IS, WIDENED, Variant
@@ -31,7 +31,9 @@ __all__ = [
     "ALIGNMENT_BYTES",
     "MIN_SIZE_BYTES",
     "FreshMappings",
+    "bytes_in",
     "count_error",
+    "image_of",
     "is_fresh",
     "make_resizable",
     "widened",
@@ -64,6 +66,29 @@ def is_fresh(address: int, size_bytes: int) -> bool:
     """Whether memory was mapped here, by this load or an earlier one."""
     found = arenas.find(address, size_bytes)
     return found is not None and address - found[1] in _own_arenas
+
+
+def image_of(value: Any) -> Image | None:
+    """The image with the bytes of a plain tensor, if there are enough of them."""
+    is_large = (
+        type(value) in PLAIN_TYPES
+        and value.layout is torch.strided
+        and value.is_cpu
+        and value.nbytes >= MIN_SIZE_BYTES
+    )
+    found = arenas.find(value.data_ptr(), value.nbytes) if is_large else None
+    return None if found is None else found[0]
+
+
+def bytes_in(image: Image, numbers: str, values: Iterable[Any]) -> int:
+    """How much of an image these tensors are, as far as they have this dtype; tied ones once."""
+    dtype = getattr(torch, numbers)
+    sizes: dict[int, int] = {
+        value.data_ptr(): value.nbytes
+        for value in values
+        if image_of(value) is image and value.dtype is dtype
+    }
+    return sum(sizes.values())
 
 
 class FreshMappings:

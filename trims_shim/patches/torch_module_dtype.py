@@ -19,7 +19,7 @@ from trims_shim.client import arenas
 from trims_shim.memory.mapping import are_addresses_limited
 from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_copies import is_watched
-from trims_shim.patches.torch_mappings import count_error, widened
+from trims_shim.patches.torch_mappings import bytes_in, count_error, widened
 from trims_shim.patches.torch_modes import call_under
 from trims_shim.patches.torch_stock_load import registered
 from trims_shim.patches.torch_widening import Widening, is_narrow
@@ -28,7 +28,6 @@ __all__ = ["POINTS"]
 
 _TO = torch.Tensor.to
 _FLOAT = torch.Tensor.float
-_FLOAT32 = torch.float32
 
 
 class _ConversionMode(TorchFunctionMode):
@@ -92,7 +91,8 @@ def _begin(module: torch.nn.Module) -> Widening | None:
         if is_watched():  # who watches would see our looks
             return None
         # Most modules have none, which is seen quickly.
-        tensors = [each for each in registered(module).values() if widened(_FLOAT32, each.dtype)]
+        values = registered(module).values()
+        tensors = [each for each in values if widened(torch.float32, each.dtype)]
         if not tensors or are_addresses_limited():
             return None
         with torch.no_grad():  # as torch converts
@@ -107,13 +107,7 @@ def _begin(module: torch.nn.Module) -> Widening | None:
 
 def _is_mostly(tensors: list[torch.Tensor], image: arenas.Image, numbers: str) -> bool:
     """Whether most of an image are tensors of the module of this dtype."""
-    dtype = getattr(torch, numbers)
-    sizes = {}  # tied tensors once
-    for each in tensors:
-        found = arenas.find(each.data_ptr(), each.nbytes)
-        if each.dtype is dtype and found is not None and found[0] is image:
-            sizes[each.data_ptr()] = each.nbytes
-    return 2 * sum(sizes.values()) > image.size_bytes
+    return 2 * bytes_in(image, numbers, tensors) > image.size_bytes
 
 
 POINTS: tuple[PatchPoint, ...] = (
