@@ -83,6 +83,7 @@ def test_counters_of_ended_threads_do_not_pile_up(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(diagnostics, "_reported", Counter())
     monkeypatch.setattr(diagnostics, "_MOST_ENDED", 1)
     threads = 60 + 2 * len(sys._current_exceptions())  # there may be some of other tests
+    sys.setswitchinterval(0.005)  # A hundred threads that switch often may take minutes.
     together(*[lambda: diagnostics.count("open", "hit")] * threads)
     diagnostics.count("open", "miss")  # the first of this thread
     assert len(diagnostics._by_thread) < threads // 2
