@@ -384,6 +384,7 @@ def test_an_answer_that_came_while_this_process_was_stopped(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def turn(ticket: int) -> None:
+        assert waiting.wait(PATIENCE_S)
         daemon.reply(reply())
         daemon.grant(ticket)
 
@@ -392,11 +393,14 @@ def test_an_answer_that_came_while_this_process_was_stopped(
         return original(connection, message, control)
 
     def wait_and_stop(poller: zmq.Poller, timeout_ms: int) -> Any:
-        ready = wait(poller, timeout_ms)
-        if int(controls[-1].getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # not only a greeting
+        waiting.set()
+        ready = wait(poller, timeout_ms)  # perhaps only for a greeting
+        if not stopped_s:
+            wait_until(lambda: int(controls[-1].getsockopt(zmq.EVENTS)) & zmq.POLLIN)
             stopped_s.append(2 * PATIENCE_S)
         return ready
 
+    waiting = threading.Event()
     stopped_s: list[float] = []
     controls: list[zmq.Socket[bytes]] = []
     wait, now_s, original = zmq.Poller.poll, time.monotonic, Connection._exchange
