@@ -15,6 +15,7 @@ from benchmarks.plan import (
     Plan,
     check_equal,
     prepare,
+    run_until_served,
     served_note,
     warm_daemon,
 )
@@ -31,7 +32,6 @@ MISS_SHARE = 2.5
 """Memory touched before a first load, as a multiple of the model: segment, page cache, room."""
 FREE_SHARE, FREE_BYTES = 3, 1 << 30
 """Memory left free for a first load: a multiple of the model, and bytes for the processes."""
-_WARM_RUNS = 6
 _LOADS = {
     "torch.load": ("torch", False),
     "torch.load(mmap=True)": ("torch-mmap", False),
@@ -110,19 +110,12 @@ def _measure_group(
     sides = _load_sides(task, model, own, names)
     if own is not None:
         for each in pairs:
-            _run_until_served(sides[each.shim])
+            run_until_served(sides[each.shim])
     results = alternate(sides, plan.rounds, warmups=1)
     findings.samples[f"{task} {model.name}, {names[0]}"] = results
     is_tiny = model.name in plan.tiny
     _judge_loads(task, model, results, pairs, findings, is_tiny=is_tiny)
     return results
-
-
-def _run_until_served(side: Callable[[], dict[str, Any]]) -> None:
-    """Load until loads map. An aligned image is made only after the second load."""
-    for _ in range(_WARM_RUNS):
-        if side()["shared"] >= SERVED_FRACTION:
-            return
 
 
 def _load_sides(

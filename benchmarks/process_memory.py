@@ -19,6 +19,7 @@ from pathlib import Path
 __all__ = [
     "Area",
     "CpuTime",
+    "anonymous_bytes",
     "areas",
     "areas_holding",
     "ballast",
@@ -190,6 +191,11 @@ def warm_cached(path: os.PathLike[str] | str) -> float:
 def pss_bytes(pid: int) -> int:
     """The proportional set size of a process: shared pages count by the number of their users."""
     return _memory_field(f"/proc/{pid}/smaps_rollup", "Pss")
+
+
+def anonymous_bytes() -> int:
+    """The memory of this process that is of no file: what it allocated, or wrote."""
+    return _memory_field("/proc/self/smaps_rollup", "Anonymous")
 
 
 def reset_peak() -> int:

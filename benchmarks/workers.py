@@ -20,11 +20,14 @@ from benchmarks.tasks import main, pause
 if TYPE_CHECKING:
     import torch
 
-__all__: list[str] = []
+__all__ = ["shared_fraction", "touch"]
 
 Result = dict[str, Any]
 State = Mapping[str, "torch.Tensor"]
 TOUCH_STRIDE_BYTES = 4096
+_TOUCHED = 3
+"""The byte of each page that is read: a high one, as the low ones of numbers that were converted to
+more bits are 0."""
 
 
 def _loader(how: str, path: str) -> Callable[[], State]:
@@ -47,7 +50,7 @@ def _loader(how: str, path: str) -> Callable[[], State]:
     raise ValueError(f"unknown loader {how!r}")
 
 
-def _touch(state: State) -> int:
+def touch(state: State) -> int:
     """Read one byte of every page of every tensor; the sum is the same for equal weights."""
     import numpy as np
     import torch
@@ -55,7 +58,7 @@ def _touch(state: State) -> int:
     total = 0
     for tensor in state.values():
         data = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-        total += int(data[::TOUCH_STRIDE_BYTES].sum(dtype=np.int64))
+        total += int(data[_TOUCHED::TOUCH_STRIDE_BYTES].sum(dtype=np.int64))
     return total
 
 
@@ -63,7 +66,7 @@ def _ranges(state: State) -> list[tuple[int, int]]:
     return [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in state.values()]
 
 
-def _shared_fraction(state: State, path: str) -> float:
+def shared_fraction(state: State, path: str) -> float:
     """The share of the weights' bytes that lies in a shared segment, as the kernel reports it."""
     total = sum(tensor.nbytes for tensor in state.values())
     held = areas_holding(areas("self"), _ranges(state))
@@ -80,14 +83,14 @@ def load(*, path: str, how: str, settle_bytes: int = 0) -> Result:
     start = time.perf_counter()
     state = loader()
     loaded = time.perf_counter()
-    checksum = _touch(state)
+    checksum = touch(state)
     end = time.perf_counter()
     return {
         "load_s": loaded - start,
         "touch_s": end - loaded,
         "total_s": end - start,
         "checksum": checksum,
-        "shared": _shared_fraction(state, path),
+        "shared": shared_fraction(state, path),
     }
 
 
@@ -108,21 +111,21 @@ def load_into(*, path: str, how: str, architecture: str) -> Result:
         "load_s": loaded - start,
         "load_state_dict_s": end - loaded,
         "total_s": end - start,
-        "checksum": _touch(model.state_dict()),
-        "shared": _shared_fraction(model.state_dict(), path),
+        "checksum": touch(model.state_dict()),
+        "shared": shared_fraction(model.state_dict(), path),
     }
 
 
 def hold(*, path: str, how: str) -> None:
     """Load a checkpoint, read every page, and keep it until released."""
     state = _loader(how, path)()
-    checksum = _touch(state)
+    checksum = touch(state)
     pause(
         {
             "pid": os.getpid(),
             "ranges": _ranges(state),
             "checksum": checksum,
-            "shared": _shared_fraction(state, path),
+            "shared": shared_fraction(state, path),
         }
     )
 

@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
+#include "convert.hpp"
 #include "pipeline.hpp"
 #include "steps.hpp"
-#include "widen.hpp"
 
 namespace py = pybind11;
 
@@ -25,7 +25,7 @@ using trims::Status;
 
 // Raised when memory/copying_native.py has to change, so that an extension built from other sources
 // is not used.
-constexpr int kInterface = 2;
+constexpr int kInterface = 3;
 // How long a user's interrupt waits for a disk that does not answer.
 constexpr std::chrono::milliseconds kPatience{100};
 
@@ -137,17 +137,27 @@ std::unique_ptr<Transfer> download(int outline, int target, const std::vector<Re
   return std::make_unique<Transfer>(opened, std::move(step));
 }
 
+trims::Number number(const std::string& name) {
+  if (name == "float32") return trims::Number::kFloat32;
+  if (name == "float16") return trims::Number::kFloat16;
+  if (name == "bfloat16") return trims::Number::kBFloat16;
+  throw py::value_error("no such number: " + name);
+}
+
 // Takes as many numbers as `target` has room for.
-void widen(const py::buffer& source, const py::buffer& target, bool is_bfloat16) {
-  const py::buffer_info from = source.request();
-  const py::buffer_info to = target.request(true);
-  const size_t count = static_cast<size_t>(to.size * to.itemsize) / sizeof(uint32_t);
-  if (static_cast<size_t>(from.size * from.itemsize) < count * sizeof(uint16_t))
+void convert(const py::buffer& source, const std::string& from, const py::buffer& target,
+             const std::string& to) {
+  const trims::Number read = number(from);
+  const trims::Number written = number(to);
+  if (read == written) throw py::value_error("nothing to convert: both are " + from);
+  const py::buffer_info numbers = source.request();
+  const py::buffer_info results = target.request(true);
+  const size_t count =
+      static_cast<size_t>(results.size * results.itemsize) / trims::number_bytes(written);
+  if (static_cast<size_t>(numbers.size * numbers.itemsize) / trims::number_bytes(read) < count)
     throw py::value_error("source is shorter than target");
-  const auto* numbers = static_cast<const uint16_t*>(from.ptr);
-  auto* results = static_cast<uint32_t*>(to.ptr);
   const py::gil_scoped_release release;
-  (is_bfloat16 ? trims::widen_bfloat16 : trims::widen_float16)(numbers, results, count);
+  trims::convert(numbers.ptr, read, results.ptr, written, count);
 }
 
 void hold_buffers(size_t size) { trims::RingKeeper::ours().hold(size); }
@@ -181,7 +191,8 @@ PYBIND11_MODULE(_native, module, py::mod_gil_not_used()) {
   module.def("download", &download, py::arg("outline"), py::arg("target"), py::arg("records"),
              py::arg("file_bytes"), py::arg("device_index"), py::arg("chunk_bytes"),
              py::arg("ring_chunks"));
-  module.def("widen", &widen, py::arg("source"), py::arg("target"), py::arg("is_bfloat16"));
+  module.def("convert", &convert, py::arg("source"), py::arg("numbers"), py::arg("target"),
+             py::arg("as_numbers"));
   module.def("hold_buffers", &hold_buffers, py::arg("size"),
              py::call_guard<py::gil_scoped_release>());
   module.def("release_buffers", &release_buffers, py::call_guard<py::gil_scoped_release>());

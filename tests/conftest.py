@@ -84,6 +84,24 @@ def no_leak() -> Iterator[None]:
     assert open_descriptors() - before == set()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_segment_left() -> Iterator[None]:
+    """A file of tests leaves this process no segment that it did not have before."""
+    from harness import PATIENCE_S, World
+
+    def held() -> set[int]:
+        return {each.inode for each in World.segments(os.getpid())}
+
+    before = held()
+    yield
+    if held() - before:
+        gc.collect()
+    deadline = time.monotonic() + PATIENCE_S
+    while held() - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert held() - before == set(), "segments are left: does a parameter's exception keep frames?"
+
+
 @pytest.fixture
 def many_descriptors() -> Iterator[None]:
     """This process may have 4096 descriptors, as nearly every machine allows."""

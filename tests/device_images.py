@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trims_shim.client.connection import Connection, Granted
-from trims_shim.formats.device_layout import layout_of
+from trims_shim.formats.device_layout import layout_of, layout_of_numbers
 
 __all__ = ["MIB", "Opened", "open_on", "safetensors"]
 
@@ -55,10 +55,12 @@ class Opened:
         found = bytearray(os.pread(self.granted.descriptor, reply.size_bytes, 0))
         if reply.device is None:
             return bytes(found)
-        with mmap.mmap(
-            self.granted.descriptor, reply.size_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ
-        ) as mapping:
-            layout = layout_of(mapping)
+        layout = layout_of_numbers(reply.size_bytes)
+        if layout.fingerprint() != reply.device.layout:
+            with mmap.mmap(
+                self.granted.descriptor, reply.size_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ
+            ) as mapping:
+                layout = layout_of(mapping)
         assert layout.fingerprint() == reply.device.layout
         memory = b"".join(
             os.pread(descriptor, size, 0)
@@ -77,10 +79,10 @@ class Opened:
             os.close(descriptor)
 
 
-def open_on(connection: Connection, path: str, tier: str) -> Opened:
+def open_on(connection: Connection, path: str, tier: str, *, is_numbers: bool = False) -> Opened:
     """Open a file's image at a tier."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        return Opened(connection.open_image(descriptor, path, tier=tier))
+        return Opened(connection.open_image(descriptor, path, tier=tier, is_numbers=is_numbers))
     finally:
         os.close(descriptor)

@@ -150,7 +150,9 @@ class _Line:
     def __init__(self, grantor: Grantor) -> None:
         self._grantor = grantor
 
-    def open_image(self, descriptor: int, name: str, *, tier: str = "host") -> Granted:
+    def open_image(
+        self, descriptor: int, name: str, *, tier: str = "host", is_numbers: bool = False
+    ) -> Granted:
         self._grantor.tiers.append(tier)
         return self._grantor.granted(descriptor)
 

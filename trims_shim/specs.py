@@ -17,7 +17,7 @@ __all__ = [
     "PIECES_LIMIT",
     "PREPARED_MODEL",
     "PREPARED_WEIGHTS",
-    "WIDENED",
+    "Conversion",
     "DeviceId",
     "Digest",
     "Identity",
@@ -92,30 +92,56 @@ class Record(NamedTuple):
 PIECES_LIMIT = 1024
 """Of a :class:`Variant`. An offer of one with more would not fit its packet."""
 
-WIDENED = ("float16", "bfloat16")
-"""What a :class:`Variant` may widen, by torch's names."""
+_NUMBER_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class Conversion(NamedTuple):
+    """From which dtype numbers are converted into which, by torch's names."""
+
+    source: str
+    target: str
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether it is between two of float32, float16 and bfloat16. Nothing else holds if not."""
+        return self.source != self.target and {self.source, self.target} <= _NUMBER_BYTES.keys()
+
+    @property
+    def source_bytes(self) -> int:
+        """Size of a number that is converted."""
+        return _NUMBER_BYTES[self.source]
+
+    @property
+    def target_bytes(self) -> int:
+        """Size of a number that results."""
+        return _NUMBER_BYTES[self.target]
 
 
 class Variant(NamedTuple):
     """How an image differs from its file.
 
     ``lead_bytes`` zeros come first, so that tensors unaligned in the file are aligned in the image.
-    Then the numbers of 16 bits that ``widened`` names ("" for none) are replaced by the same ones
-    of 32 bits, whatever the bytes really are; an odd last byte is left out.
+    Or it is only what lies at the offsets ``pieces`` of the file, each time ``piece_bytes`` bytes,
+    one after the other: tensors as a program stacks them.
 
-    Or, without either, the image is what lies at the offsets ``pieces`` of the file, each time
-    ``piece_bytes`` bytes, one after the other: tensors as a program stacks them.
+    Then all is converted as if it were numbers of one dtype, whatever the bytes really are; a last
+    part of a number is left out.
     """
 
     lead_bytes: int
-    widened: str = ""
+    conversion: Conversion | None = None
     piece_bytes: int = 0
     pieces: tuple[int, ...] = ()
+
+    @classmethod
+    def in_one_piece(cls, size_bytes: int) -> Variant:
+        """All of a file, as one tensor: what a device may hold of an image that is a variant."""
+        return cls(0, None, size_bytes, (0,))
 
     @property
     def is_shifted(self) -> bool:
         """Whether the image is the file's bytes in their order, behind the lead."""
-        return not (self.widened or self.pieces)
+        return not (self.conversion or self.pieces)
 
     @property
     def key(self) -> Variant:
@@ -131,17 +157,26 @@ class Variant(NamedTuple):
     def size_bytes(self, file_bytes: int) -> int:
         """The size of the image of a file."""
         if self.pieces:
-            return len(self.pieces) * self.piece_bytes
-        whole = self.lead_bytes + file_bytes
-        return whole // 2 * 4 if self.widened else whole
+            return self._converted_bytes(len(self.pieces) * self.piece_bytes)
+        return self._converted_bytes(self.lead_bytes + file_bytes)
 
     def offset_bytes(self, file_offset: int) -> int:
-        """Where the byte at an offset of the file is in the image, if there are no pieces."""
-        return (self.lead_bytes + file_offset) * (2 if self.widened else 1)
+        """Where the byte at an offset of the file is in the image, if there are no pieces.
+
+        It has to be the first of a number where numbers are converted.
+        """
+        return self._converted_bytes(self.lead_bytes + file_offset)
+
+    def _converted_bytes(self, size_bytes: int) -> int:
+        if self.conversion is None:
+            return size_bytes
+        return size_bytes // self.conversion.source_bytes * self.conversion.target_bytes
 
     def __str__(self) -> str:
-        """What people are told: ``aligned``, ``float32`` or ``stacked``."""
-        return "stacked" if self.pieces else "float32" if self.widened else "aligned"
+        """What people are told: ``aligned``, ``stacked``, or the dtype (``float32``)."""
+        if self.pieces:
+            return "stacked"
+        return "aligned" if self.conversion is None else self.conversion.target
 
 
 AS_IS = Variant(0)

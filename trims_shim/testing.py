@@ -515,7 +515,9 @@ class _Line:
         self.welcome: messages.Welcome = _through_codec(welcome)
         self._numbers = count(1)
 
-    def open_image(self, descriptor: int, name: str, *, tier: str = HOST_TIER) -> Granted:
+    def open_image(
+        self, descriptor: int, name: str, *, tier: str = HOST_TIER, is_numbers: bool = False
+    ) -> Granted:
         self._offer(messages.FileOffer(self._ticket + 1, tier, _shown(name)), descriptor)
         reply = self.request(messages.OpenImageRequest(self._ticket))
         if not isinstance(reply, messages.OpenImageReply):

@@ -58,7 +58,7 @@ def test_the_demonstration_succeeds_without_extras_or_numpy_and_fits_a_narrow_te
         TMPDIR=str(temporary),
     )
     assert done.returncode == Exit.OK, done.stdout + done.stderr
-    table, _, conclusion = done.stdout.partition("\n\n#1 fills the cache.")
+    table, _, conclusion = done.stdout.partition("\n\n#1 starts the daemon and fills the cache.")
     assert [line.split()[0] for line in table.splitlines()[2:]] == [
         "PROCESS",
         "without",

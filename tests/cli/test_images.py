@@ -379,6 +379,17 @@ def test_verify_of_an_image_that_goes_meanwhile(
         assert "it is gone" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("variant", ["(float32)", "(aligned) (bfloat16)"])
+def test_a_variant_has_the_full_name_of_its_file(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: only the file itself could be named as it is called in its directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.pt").touch()
+    assert images._name_of(f"a.pt {variant}") == str(tmp_path / f"a.pt {variant}")
+    assert images._name_of(f"gone.pt {variant}") == f"gone.pt {variant}"
+
+
 def test_evict_all_leaves_the_pinned(warmed: Trims, models: Path) -> None:
     (pinned,) = json.loads(warmed("warm", "--pin", "--json", str(models / "b.pt")).stdout)
     warmed("warm", str(models / "d.pt2"))

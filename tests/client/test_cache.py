@@ -57,7 +57,9 @@ class StubLine:
         self.may_go_on = False
         self.reported: dict[str, int] = {}
 
-    def open_image(self, descriptor: int, name: str, *, tier: str = "host") -> Granted:
+    def open_image(
+        self, descriptor: int, name: str, *, tier: str = "host", is_numbers: bool = False
+    ) -> Granted:
         granted: Granted = self.answer(name)
         return granted
 

@@ -110,7 +110,8 @@ def harness(
     yield harness
     harness.loader.close()
     assert harness.loader.allocated_bytes() == 0
-    assert World.descriptors(os.getpid()).items() <= before
+    # A retired uploader's thread closes its socket when it has seen the end.
+    wait_until(lambda: World.descriptors(os.getpid()).items() <= before, "no descriptor is left")
 
 
 def test_adopt_and_drop(harness: Harness) -> None:

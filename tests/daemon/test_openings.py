@@ -54,9 +54,11 @@ from trims_shim.errors import (
 )
 from trims_shim.memory import copying
 from trims_shim.memory.device import DeviceSegment
-from trims_shim.specs import PIECES_LIMIT, Variant
+from trims_shim.specs import PIECES_LIMIT, Conversion, Variant
 from trims_shim.wire import codec, messages
 from trims_shim.wire.handover import Peer
+
+WIDENING = Conversion("float16", "float32")
 
 
 class Tiers:
@@ -402,16 +404,16 @@ class TestOpening:
             with pytest.raises(AccessDenied):
                 front.openings.open(Request(client, 1), messages.OpenImageRequest(offer.ticket))
 
-    @pytest.mark.parametrize(("tier", "lead"), [("host", -1), ("host", 64), ("GPU-1", 1)])
-    def test_an_image_begins_with_fewer_zeros_than_an_alignment(
+    @pytest.mark.parametrize(("tier", "lead"), [("host", -1), ("host", 1024), ("GPU-1", 1)])
+    def test_an_image_begins_with_few_zeros(
         self, front: HostFront, file: File, tier: str, lead: int
     ) -> None:
         client = front.client(OWN)
         with pytest.raises(AccessDenied, match="bytes before the file"):
             file.request(front, client, tier=tier, variant=Variant(lead))
-        file.request(front, client, variant=Variant(63))
+        file.request(front, client, variant=Variant(1023))
         front.work()
-        assert os.pread(front.descriptors[0], 100, 0) == bytes(63) + file.content
+        assert os.pread(front.descriptors[0], 1100, 0) == bytes(1023) + file.content
 
     def test_limits(self, front: HostFront, file: File) -> None:
         front.sessions.limits = Limits(leases=2)
@@ -748,12 +750,19 @@ class TestVariants:
     @pytest.mark.parametrize(
         ("tier", "variant"),
         [
-            ("host", Variant(7, "float16")),
-            ("host", Variant(0, "float99")),
-            ("GPU-1", Variant(0, "float16")),
+            ("host", Variant(7, WIDENING)),
+            ("host", Variant(2, Conversion("float32", "float16"))),
+            ("host", Variant(0, Conversion("float99", "float32"))),
+            ("host", Variant(0, Conversion("float32", "float64"))),
+            ("host", Variant(0, Conversion("float32", "float32"))),
+            ("host", Variant(0, Conversion("", ""))),
+            ("host", Variant(0, Conversion("x" * 1000, "y" * 1000))),
+            ("host", Variant(0, WIDENING, 3, (0,))),
+            ("host", Variant(0, WIDENING, 2, (3,))),
+            ("GPU-1", Variant(0, WIDENING)),
         ],
     )
-    def test_what_is_not_widened(
+    def test_what_is_not_converted(
         self,
         front: HostFront,
         file: File,
@@ -761,13 +770,16 @@ class TestVariants:
         tier: str,
         variant: Variant,
     ) -> None:
-        monkeypatch.setattr(copying, "can_widen", lambda: True)
-        with pytest.raises(AccessDenied, match=f"widened from '{variant.widened}'"):
+        monkeypatch.setattr(copying, "can_convert", lambda: True)
+        assert variant.conversion is not None
+        source = variant.conversion.source[:20]
+        with pytest.raises(AccessDenied, match=f"converted from '{source}'") as refused:
             file.request(front, front.client(OWN), tier=tier, variant=variant)
+        assert len(str(refused.value)) < 200, "names are cut"
 
     def test_pieces(self, front: HostFront, file: File) -> None:
         client = front.client(OWN)
-        variant = Variant(0, "", 3, (4, 0))
+        variant = Variant(0, None, 3, (4, 0))
         for _ in range(2):
             assert not file.offer(front, client, variant=variant).is_loading
             other = variant._replace(pieces=(0, 4))
@@ -781,23 +793,27 @@ class TestVariants:
 
     def test_other_pieces_are_another_image(self) -> None:
         count = 1000
-        variants = [Variant(0, "", 8, (n, count - n)) for n in range(count)]
+        variants = [Variant(0, None, 8, (n, count - n)) for n in range(count)]
         assert len({each.key for each in variants}) == count
+
+    def test_other_results_of_the_same_pieces_are_other_images(self) -> None:
+        pieces = Variant(0, None, 8, (4, 0))
+        others = [pieces._replace(piece_bytes=4), pieces._replace(conversion=WIDENING)]
+        assert len({each.key for each in (pieces, *others)}) == 3
 
     @pytest.mark.parametrize(
         "variant",
         [
-            Variant(0, "", 0, (0,)),
-            Variant(0, "", -1, (0,)),
-            Variant(0, "", 4, ()),
-            Variant(0, "", 4, (-1,)),
-            Variant(0, "", 4, (1 << 63,)),
-            Variant(0, "", 4, (4,)),  # of a file of seven bytes
-            Variant(0, "", 4, (0, 0)),
-            Variant(0, "", 8, (0,)),
-            Variant(0, "", 1 << 63, (0,)),
-            Variant(8, "", 4, (0,)),
-            Variant(0, "float16", 4, (0,)),
+            Variant(0, None, 0, (0,)),
+            Variant(0, None, -1, (0,)),
+            Variant(0, None, 4, ()),
+            Variant(0, None, 4, (-1,)),
+            Variant(0, None, 4, (1 << 63,)),
+            Variant(0, None, 4, (4,)),  # of a file of seven bytes
+            Variant(0, None, 4, (0, 0)),
+            Variant(0, None, 8, (0,)),
+            Variant(0, None, 1 << 63, (0,)),
+            Variant(8, None, 4, (0,)),
         ],
     )
     def test_pieces_that_make_no_sense(
@@ -815,17 +831,17 @@ class TestVariants:
     def test_so_many_pieces(self, front: HostFront, tmp_path: Path, count: int, loads: int) -> None:
         file, client = File(tmp_path / "large", bytes(2 * PIECES_LIMIT)), front.client(OWN)
         for _ in range(2):
-            file.offer(front, client, variant=Variant(0, "", 1, (0,) * count))
+            file.offer(front, client, variant=Variant(0, None, 1, (0,) * count))
         assert front.host.store.ingest_count() == loads
         front.work()
 
     def test_without_the_extension_it_is_said_why(
         self, front: HostFront, file: File, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(copying, "can_widen", lambda: False)
+        monkeypatch.setattr(copying, "can_convert", lambda: False)
         with pytest.raises(UnsupportedFormat, match="without a compiler"):
-            file.request(front, front.client(OWN), variant=Variant(8, "float16"))
-        for variant in (Variant(8), Variant(0, "", 3, (4, 0))):
+            file.request(front, front.client(OWN), variant=Variant(8, WIDENING))
+        for variant in (Variant(8), Variant(0, None, 3, (4, 0))):
             assert not file.offer(front, front.client(OWN), variant=variant).is_loading, (
                 "not refused"
             )
@@ -833,14 +849,14 @@ class TestVariants:
     def test_a_file_of_one_byte_is_no_number(
         self, front: HostFront, file: File, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(copying, "can_widen", lambda: True)
+        monkeypatch.setattr(copying, "can_convert", lambda: True)
         file.path.write_bytes(b"1")
         with pytest.raises(ReadFailed, match="is empty"):
-            file.request(front, front.client(OWN), variant=Variant(0, "float16"))
+            file.request(front, front.client(OWN), variant=Variant(0, WIDENING))
 
     def test_what_will_be_refused_stands(self, front: HostFront, file: File) -> None:
         client = front.client(OWN)
-        assert file.offer(front, client, variant=Variant(64)).is_loading
+        assert file.offer(front, client, variant=Variant(1024)).is_loading
         assert len(client.offers) == 1
         client.offers.popitem()[1].close()
 

@@ -45,8 +45,9 @@ class FakeUploader:
         size_bytes: int,
         is_hashed: bool,
         on_progress: Callable[[int], None],
+        is_numbers: bool,
     ) -> duties.UploadReply:
-        assert (outline, source, size_bytes) == (9, (7,), 1000)
+        assert (outline, source, size_bytes, is_numbers) == (9, (7,), 1000, False)
         self.hashed.append(is_hashed)
         meanwhile, self.meanwhile = self.meanwhile, list
         meanwhile()

@@ -39,7 +39,7 @@ from trims_shim.errors import (
     UnsupportedFormat,
     WireError,
 )
-from trims_shim.formats.device_layout import layout_of
+from trims_shim.formats.device_layout import layout_of, layout_of_numbers
 from trims_shim.memory import copying
 from trims_shim.memory.device import DeviceAllocation, DeviceMemory, sparse_outline
 from trims_shim.wire import codec, duties, handover, messages
@@ -75,6 +75,16 @@ class TestPlan:
 
     def test_a_layout(self, source: int) -> None:
         assert self.plan(source, len(CONTENT)) == layout_of(CONTENT)
+
+    def test_numbers_as_they_are(self, source: int, make_file: MakeFile) -> None:
+        """Not of a model file, whose image others would then get without its tensors."""
+        request = duties.PlanUploadRequest(1, len(CONTENT), 1 << 40, True, "model", True)
+        with pytest.raises(UnsupportedFormat, match="is a model file"):
+            process_module.plan(source, request)
+        with open(make_file(CONTENT[1:]), "rb") as file:
+            numbers = request._replace(size_bytes=len(CONTENT) - 1)
+            planned = process_module.plan(file.fileno(), numbers)
+        assert planned == layout_of_numbers(len(CONTENT) - 1)
 
     def test_alignment_has_a_limit(self, source: int) -> None:
         needed = layout_of(CONTENT).size_bytes

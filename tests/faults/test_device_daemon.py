@@ -35,6 +35,7 @@ from trims_shim.errors import (
     NoSpace,
     UnknownDevice,
     UnknownImage,
+    UnsupportedFormat,
 )
 from trims_shim.wire import admin
 
@@ -392,4 +393,61 @@ def test_processes_map_one_copy(make_device_world: MakeWorld, backend: str) -> N
     for child in children:
         child.say()
     assert [child.hear() for child in children] == [True] * 3
+    assert [child.wait() for child in children] == [0] * 3
+
+
+# --- images that are no model files ---------------------------------------------------------------
+
+
+def test_numbers_are_served_as_they_are(make_device_world: MakeWorld) -> None:
+    """Only to who asks for numbers; moved to the host tier, checked and put back like others."""
+    world = make_device_world(device_bytes="16M")
+    world.start()
+    numbers = world.file(1, 7 * MIB)
+    time.sleep(0.12)  # as in model()
+    with connected(world) as connection, connected(world) as other:
+        with pytest.raises(UnsupportedFormat, match="no zip archive"):
+            open_on(connection, numbers, GPU)
+        first = open_on(connection, numbers, GPU, is_numbers=True)
+        second = open_on(other, numbers, GPU, is_numbers=True)
+        assert (first.outcome, second.outcome) == ("miss", "hit")
+        assert first.content() == second.content() == content(numbers)
+        first.close()
+        second.close()
+        checked = connection.request(admin.VerifyImageRequest(first.digest))
+        assert checked.tiers == (admin.TierCheck(GPU, first.digest),)
+    touch(world, model(world))
+    wait_until(lambda: first.digest in tiers(world).get("host", ()), "it moves to the host")
+    assert world.status().counters["images_demoted"] == 1
+    with connected(world) as connection:
+        again = open_on(connection, numbers, GPU, is_numbers=True)
+        assert (again.outcome, again.digest) == ("miss", first.digest)
+        assert again.content() == content(numbers)
+        again.close()
+
+
+@pytest.mark.parametrize("backend", ["vmm", "ipc"])
+def test_processes_map_one_copy_of_converted_numbers(
+    make_device_world: MakeWorld, backend: str
+) -> None:
+    world = make_device_world(device_backend=backend)
+    world.start()
+    script = f"""
+import ctypes, time
+from trims_shim.specs import Conversion, Variant
+descriptor = os.open({model(world)!r}, os.O_RDONLY)
+plain = cache().open(descriptor, name="model", min_bytes=1).image
+while (image := cache().variant(plain, Variant(8, Conversion("float16", "bfloat16")))) is None:
+    time.sleep(0.01)
+options = dict(name="numbers", device={GPU!r}, min_bytes=1, is_numbers=True)
+arena = cache().open_device(image.descriptor, **options)
+expected = bytes(memoryview(image.map().buffer))
+say(ctypes.string_at(arena.address, arena.size_bytes) == expected); hear()
+"""
+    children = [world.spawn(script) for _ in range(3)]
+    assert [child.hear() for child in children] == [True] * 3
+    assert image_memory(world) == 8 * MIB
+    assert [image.leases for image in world.status().images if image.tier == GPU] == [3]
+    for child in children:
+        child.say()
     assert [child.wait() for child in children] == [0] * 3

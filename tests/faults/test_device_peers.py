@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import emulated_cuda
@@ -82,6 +83,20 @@ def test_an_image_on_another_device_is_copied_from_there(make_device_world: Make
     assert [status[each].resident_bytes for each in (GPU, GPU2)] == [8 * MIB] * 2
     assert [status[each].reserved_bytes for each in (GPU, GPU2)] == [0, 0]
     assert touch(world, path, GPU2).outcome == "hit", "the identity is trusted there"
+
+
+def test_numbers_are_copied_as_they_are(make_device_world: MakeWorld) -> None:
+    """The first that come over a link are read back, by the same layout."""
+    world = make_device_world({"devices": 2})
+    world.start()
+    numbers = world.file(1, 7 * MIB)
+    time.sleep(0.12)  # as in model()
+    with connected(world) as connection:
+        for device in (GPU, GPU2):
+            image = open_on(connection, numbers, device, is_numbers=True)
+            assert image.content() == content(numbers)
+            image.close()
+    assert copies(world) == (1, 0, 0)
 
 
 def test_a_device_comes_before_the_host_tier(make_device_world: MakeWorld) -> None:

@@ -1,4 +1,4 @@
-"""Variants of images, aligned and widened: made for the second that asks, shared from then on."""
+"""Variants of images, aligned and converted: made for the second that asks, shared from then on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness import World, content, open_path, wait_until
 from trims_shim.client.arenas import Arena, Image
 from trims_shim.client.cache import Cache
 from trims_shim.errors import AccessDenied, DaemonUnavailable
-from trims_shim.specs import PIECES_LIMIT, Variant
+from trims_shim.specs import PIECES_LIMIT, Conversion, Variant
 from trims_shim.wire import messages
 
 LEAD_BYTES = 56
@@ -43,12 +43,12 @@ def test_the_second_that_asks_has_it_loaded(running: World) -> None:
     assert [each.size_bytes for each in running.status().images] == [len(whole), SIZE_BYTES]
 
 
-def test_widened_numbers(running: World) -> None:
+def test_converted_numbers(running: World) -> None:
     """Behind zeros, too, as those of a safetensors file."""
-    variant = Variant(6, "bfloat16")
+    variant = Variant(6, Conversion("bfloat16", "float32"))
     cache, path = running.cache(), running.file(1, SIZE_BYTES)
     arena = opened(running, cache, path)
-    image: Image = wait_until(lambda: cache.variant(arena.image, variant), "a widened image")
+    image: Image = wait_until(lambda: cache.variant(arena.image, variant), "a converted image")
     whole = bytearray(12 + 2 * SIZE_BYTES)
     whole[14::4] = content(1, SIZE_BYTES)[0::2]
     whole[15::4] = content(1, SIZE_BYTES)[1::2]
@@ -61,7 +61,7 @@ def test_widened_numbers(running: World) -> None:
 def test_pieces_of_a_file(running: World) -> None:
     """As many as an offer can name; each client gets the image of just these."""
     pieces = tuple(range(1 << 20, 0, -(1 << 10)))
-    variant = Variant(0, "", 2048, pieces)
+    variant = Variant(0, None, 2048, pieces)
     cache, path = running.cache(), running.file(1, SIZE_BYTES)
     arena = opened(running, cache, path)
     image: Image = wait_until(lambda: cache.variant(arena.image, variant), "a stacked image")
@@ -119,7 +119,8 @@ def test_askers_during_the_load_wait_for_it(running: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tier", "lead"), [("host", 64), ("host", -1), ("GPU-00000000-0000-0000-0000-000000000001", 8)]
+    ("tier", "lead"),
+    [("host", 1024), ("host", -1), ("GPU-00000000-0000-0000-0000-000000000001", 8)],
 )
 def test_leads_that_make_no_sense_are_refused(running: World, tier: str, lead: int) -> None:
     arena = opened(running, running.cache())

@@ -25,6 +25,8 @@ __all__ = ["CASES", "make_files"]
 Result = dict[str, Any]
 CASES: dict[str, Callable[[str], Result]] = {}
 WIDTH = 1024
+LOADS_OF_CONVERTED = 4
+"""The first two convert, the second has the image made, and the third may wait for that."""
 
 
 def case(function: Callable[[str], Result]) -> Callable[[str], Result]:
@@ -256,6 +258,29 @@ def move_and_convert_a_module(directory: str) -> Result:
     net.load_state_dict(torch.load(_path(directory, "state.pt")))
     net.to("cuda", torch.float16)
     return {"seen": _seen(net.state_dict()), "output": _digest(net(_sample().half()))}
+
+
+def _converted(directory: str, convert: Callable[[Net], Net]) -> Result:
+    """Of the load that finds the numbers converted: the first two convert them."""
+    from safetensors.torch import load_file
+
+    for _ in range(LOADS_OF_CONVERTED):
+        net = Net().eval()
+        net.load_state_dict(load_file(_path(directory, "state.safetensors")), assign=True)
+        net = convert(net)
+        output = net(_sample().to(net.head.weight.dtype))
+    shared = _share(net.parameters())
+    return {"seen": _seen(net.state_dict()), "output": _digest(output), "_shared": shared}
+
+
+@case
+def convert_then_move(directory: str) -> Result:
+    return _converted(directory, lambda net: net.half().cuda())
+
+
+@case
+def convert_and_move_at_once(directory: str) -> Result:
+    return _converted(directory, lambda net: net.to("cuda", torch.bfloat16))
 
 
 @case
@@ -588,6 +613,49 @@ def many_threads(directory: str) -> Result:
 
 @case
 def transformers_from_pretrained(directory: str) -> Result:
+    from transformers import BertModel
+
+    return _bert_run(BertModel.from_pretrained(_bert(directory), device_map="cuda"))
+
+
+@case
+def transformers_in_another_dtype(directory: str) -> Result:
+    from transformers import BertModel
+
+    options: dict[str, Any] = {"dtype": torch.float16, "device_map": "cuda"}
+    for _ in range(LOADS_OF_CONVERTED):
+        model = BertModel.from_pretrained(_bert(directory), **options)
+    return _bert_run(model) | {"_shared": _share(model.parameters())}
+
+
+@case
+def transformers_experts(directory: str) -> Result:
+    """Their stacks are nearly all of the model: the rest of it is copied."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    where = _path(directory, "mixtral")
+    if not os.path.exists(where):
+        torch.manual_seed(0)
+        config = MixtralConfig(
+            vocab_size=256,
+            hidden_size=512,
+            intermediate_size=1024,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=16,
+        )
+        MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(where + f"-{os.getpid()}")
+        os.rename(where + f"-{os.getpid()}", where)
+    for _ in range(LOADS_OF_CONVERTED):
+        model = MixtralForCausalLM.from_pretrained(where, device_map="cuda")
+    output = model.eval()(torch.arange(32, device="cuda").reshape(1, 32)).logits
+    shared = _share(model.parameters())
+    return {"seen": _seen(model.state_dict()), "output": _digest(output), "_shared": shared}
+
+
+def _bert(directory: str) -> str:
+    """A folder with a model of 39 MB."""
     from transformers import BertConfig, BertModel
 
     where = _path(directory, "bert")
@@ -596,9 +664,12 @@ def transformers_from_pretrained(directory: str) -> Result:
         config = BertConfig(hidden_size=256, num_hidden_layers=2, num_attention_heads=4)
         BertModel(config).save_pretrained(where + f"-{os.getpid()}")
         os.rename(where + f"-{os.getpid()}", where)
-    model = BertModel.from_pretrained(where, device_map="cuda").eval()
+    return where
+
+
+def _bert_run(model: Any) -> Result:
     tokens = torch.arange(32, device="cuda").reshape(1, 32)
-    output = model(tokens).last_hidden_state
+    output = model.eval()(tokens).last_hidden_state
     return {"seen": _seen(model.state_dict()), "output": _digest(output)}
 
 

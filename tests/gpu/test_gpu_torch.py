@@ -25,6 +25,8 @@ NEEDS = {
     "triton_kernel": "triton",
     "torch_compile": "triton",
     "transformers_from_pretrained": "accelerate",
+    "transformers_in_another_dtype": "accelerate",
+    "transformers_experts": "accelerate",
     "merge_adapters_layer_by_layer": "peft",
 }
 UNSHARED = {"load_with_a_function"}

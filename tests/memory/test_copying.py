@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
 import threading
@@ -36,7 +37,7 @@ from trims_shim.errors import (
 from trims_shim.formats.device_layout import DeviceLayout, Placed
 from trims_shim.memory import copying, copying_native
 from trims_shim.memory.driver import Driver, driver, forget
-from trims_shim.specs import WIDENED, Span, Variant
+from trims_shim.specs import AS_IS, Conversion, Span, Variant
 
 CHUNK = 1 << 12
 UNTOUCHED = 0xEE
@@ -291,6 +292,25 @@ def test_past_the_page_cache(
     finally:
         os.close(source)
         os.close(direct)
+
+
+def test_only_the_files_own_bytes_are_read_past_the_page_cache(
+    make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are put where such reads are refused. Which descriptor was read is told by zeros."""
+    content = b"x" * CHUNK
+    with open(make_file(content), "rb") as file, memfd(CHUNK) as direct:
+        monkeypatch.setattr(copying, "opened_directly", lambda *_: contextlib.nullcontext(direct))
+        for variant, expected in ((AS_IS, bytes(CHUNK)), (Variant(8), bytes(8) + content)):
+            memory = bytearray(variant.size_bytes(CHUNK))
+            copying.fill(
+                file.fileno(),
+                memoryview(memory),
+                threads=1,
+                on_progress=lambda done: None,
+                variant=variant,
+            )
+            assert memory == expected
 
 
 def test_thousands_of_tiny_records(card: Card) -> None:
@@ -605,7 +625,7 @@ def test_a_file_behind_zeros(make_file: MakeFile, lead: int) -> None:
 )
 def test_pieces_of_a_file(make_file: MakeFile, piece_bytes: int, pieces: tuple[int, ...]) -> None:
     """One behind the other, whatever the chunks are; also those that are only hashed."""
-    variant, content = Variant(0, "", piece_bytes, pieces), os.urandom(piece_bytes + 1000)
+    variant, content = Variant(0, None, piece_bytes, pieces), os.urandom(piece_bytes + 1000)
     memory = bytearray(variant.size_bytes(len(content)))
     done: list[int] = []
     meter = ingest.Meter()
@@ -628,49 +648,99 @@ def test_a_file_that_became_shorter_than_its_pieces(make_file: MakeFile) -> None
             memoryview(memory),
             threads=2,
             on_progress=lambda done: None,
-            variant=Variant(0, "", 10, (0, 3)),
+            variant=Variant(0, None, 10, (0, 3)),
         )
 
 
+WIDENING = Conversion("float16", "float32")
+NUMBERS = ("float32", "float16", "bfloat16")
+CONVERSIONS = [Conversion(*each) for each in itertools.permutations(NUMBERS, 2)]
+to_others = pytest.mark.parametrize("conversion", CONVERSIONS, ids="-".join)
+
+
+def torchs(content: bytes, conversion: Conversion) -> bytes:
+    """What torch makes of the whole numbers in ``content``."""
+    source, target = (getattr(torch, each) for each in conversion)
+    whole = len(content) // source.itemsize * source.itemsize
+    numbers = torch.frombuffer(bytearray(content), dtype=source, count=whole // source.itemsize)
+    return numbers.to(target).view(torch.uint8).numpy().tobytes()
+
+
 @needs_extension
-@pytest.mark.parametrize("size", [2, 3, 4096, 2 * copying.CHUNK_BYTES, 2 * copying.CHUNK_BYTES + 5])
-@pytest.mark.parametrize("lead", [0, 6])
-@pytest.mark.parametrize("numbers", WIDENED)
-def test_widened_numbers_of_a_file(make_file: MakeFile, size: int, lead: int, numbers: str) -> None:
+@pytest.mark.parametrize("size", [4, 7, 4096, 2 * copying.CHUNK_BYTES, 2 * copying.CHUNK_BYTES + 7])
+@pytest.mark.parametrize("lead", [0, 8])
+@to_others
+def test_converted_numbers_of_a_file(
+    make_file: MakeFile, size: int, lead: int, conversion: Conversion
+) -> None:
     """The bits of torch, and a digest of all of it; also of one that is only hashed. No NaNs."""
-    variant, content = Variant(lead, numbers), bytes(each % 0x7C for each in os.urandom(size))
+    variant, content = Variant(lead, conversion), bytes(each % 0x7C for each in os.urandom(size))
     memory = bytearray(variant.size_bytes(size))
     done: list[int] = []
     with open(make_file(content), "rb") as file:
         digest = copying.fill(
             file.fileno(), memoryview(memory), threads=2, on_progress=done.append, variant=variant
         )
-        hashed = ingest.hash_file(file.fileno(), size, meter=ingest.Meter(), variant=variant)
-    narrow = torch.frombuffer(bytearray(content[: size // 2 * 2]), dtype=getattr(torch, numbers))
-    expected = bytes(2 * lead) + narrow.float().view(torch.uint8).numpy().tobytes()
+        meter = ingest.Meter()
+        hashed = ingest.hash_file(file.fileno(), size, meter=meter, variant=variant)
+    before = bytes(lead * conversion.target_bytes // conversion.source_bytes)
+    expected = before + torchs(content, conversion)
     assert memory == expected
     assert digest == hashed == blake3(expected).hexdigest()
-    assert done[-1] == len(expected) - 2 * lead
+    assert done[-1] == meter.done_bytes == len(expected) - len(before)
 
 
 @needs_extension
-@pytest.mark.parametrize("numbers", WIDENED)
-def test_every_number_is_widened_as_torch_does_it(numbers: str) -> None:
+@to_others
+def test_converted_pieces_of_a_file(make_file: MakeFile, conversion: Conversion) -> None:
+    """Longer ones than are converted at a time, and shorter ones."""
+    content = bytes(each % 0x7C for each in os.urandom(1 << 20))
+    for piece_bytes, pieces in (((1 << 19) + 4, (4, 0, 64)), (4, tuple(range(4000, 0, -4)))):
+        variant = Variant(0, conversion, piece_bytes, pieces)
+        memory = bytearray(variant.size_bytes(len(content)))
+        with open(make_file(content), "rb") as file:
+            copying.fill(
+                file.fileno(),
+                memoryview(memory),
+                threads=2,
+                on_progress=lambda done: None,
+                variant=variant,
+            )
+        together = b"".join(content[at : at + piece_bytes] for at in pieces)
+        assert memory == torchs(together, conversion)
+
+
+def numbers_of(conversion: Conversion) -> torch.Tensor:
+    """All numbers of 16 bits; of 32, those around every border of rounding, and random ones."""
+    if conversion.source_bytes == 2:
+        bits = torch.arange(65536, dtype=torch.int32).to(torch.int16)
+        return bits.view(getattr(torch, conversion.source))
+    ends = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    borders = (torch.arange(65536)[:, None] << 16 | ends).flatten()
+    bits = torch.cat([borders, torch.randint(1 << 32, (1 << 20,))])
+    return bits.to(torch.int32).view(torch.float32)
+
+
+@needs_extension
+@to_others
+def test_every_number_is_converted_as_torch_does_it(conversion: Conversion) -> None:
     """Several at once, and the last ones singly. Not all bits of NaNs: torch has two ways."""
-    narrow = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(getattr(torch, numbers))
-    part = memoryview(narrow.view(torch.uint8).numpy()).cast("B")
-    for count in (65536, 65535, 1):
-        target = torch.empty(count)
-        copying.widen(part, memoryview(target.numpy()).cast("B"), numbers)
-        expected = narrow[:count].float()
+    numbers = numbers_of(conversion)
+    part = memoryview(numbers.view(torch.uint8).numpy())
+    dtype = getattr(torch, conversion.target)
+    for count in (len(numbers), len(numbers) - 1, 1):
+        found = torch.empty(count, dtype=dtype)
+        copying_native.convert(part, memoryview(found.view(torch.uint8).numpy()), conversion)
+        expected = numbers[:count].to(dtype)
         is_number = ~expected.isnan()
-        assert torch.equal(target.isnan(), ~is_number)
-        bits = [each.view(torch.int32)[is_number] for each in (target, expected)]
+        assert torch.equal(found.isnan(), ~is_number)
+        kind = torch.int32 if conversion.target_bytes == 4 else torch.int16
+        bits = [each.view(kind)[is_number] for each in (found, expected)]
         assert torch.equal(*bits)
 
 
 @needs_extension
-def test_a_file_that_became_shorter_is_not_widened(make_file: MakeFile) -> None:
+def test_a_file_that_became_shorter_is_not_converted(make_file: MakeFile) -> None:
     memory = bytearray(4096)
     with open(make_file(b"12"), "rb") as file, pytest.raises(FileChanged, match="shorter"):
         copying.fill(
@@ -678,14 +748,25 @@ def test_a_file_that_became_shorter_is_not_widened(make_file: MakeFile) -> None:
             memoryview(memory),
             threads=1,
             on_progress=lambda done: None,
-            variant=Variant(0, "float16"),
+            variant=Variant(0, WIDENING),
         )
 
 
 @needs_extension
-def test_no_number_is_read_beyond_the_end() -> None:
+@pytest.mark.parametrize(
+    ("source", "conversion", "size"),
+    [(b"123", WIDENING, 8), (b"1234567", Conversion("float32", "float16"), 4)],
+)
+def test_no_number_is_read_beyond_the_end(source: bytes, conversion: Conversion, size: int) -> None:
     with pytest.raises(ValueError, match="shorter"):
-        copying.widen(memoryview(b"123"), memoryview(bytearray(8)), "float16")
+        copying_native.convert(memoryview(source), memoryview(bytearray(size)), conversion)
+
+
+@needs_extension
+@pytest.mark.parametrize("conversion", [("float32", "float64"), ("x", "float32"), ("float32",) * 2])
+def test_no_such_conversion(conversion: tuple[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"no such number|nothing to convert"):
+        copying_native.convert(memoryview(b""), memoryview(bytearray(8)), Conversion(*conversion))
 
 
 def test_default_threads() -> None:

@@ -26,6 +26,7 @@ from typing import Any
 import blake3
 import pytest
 import torch
+from images import image_with
 from torch.overrides import TorchFunctionMode
 
 from trims_shim import diagnostics, patches
@@ -36,7 +37,7 @@ from trims_shim.client.cache import Cache
 from trims_shim.client.device_arenas import DeviceArena, DeviceImage
 from trims_shim.config import PATCHABLE_LIBRARIES, load
 from trims_shim.errors import NotServed
-from trims_shim.formats import layout_of
+from trims_shim.formats import layout_of, layout_of_numbers
 from trims_shim.patches import (
     points,
     torch_device,
@@ -160,6 +161,7 @@ class Devices:
         name: str,
         device: str,
         min_bytes: int | None = None,
+        is_numbers: bool = False,
     ) -> DeviceArena:
         self.opened.append((name, device))
         if self.refusal is not None:
@@ -167,22 +169,21 @@ class Devices:
         content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
         # As the host tier names images, so that a host image finds its device image.
         digest = self.digest(content)
-        return device_arenas.held(digest, device) or self._load(content, digest, device)
+        held = device_arenas.held(digest, device)
+        return held or self._load(content, digest, device, is_numbers)
 
     def open(self, cache: Cache, descriptor: int, *, name: str) -> Arena:
         """The host tier."""
         self.opened_on_host.append(name)
         content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-        segment = os.memfd_create("segment")
-        os.write(segment, content)
-        return Image(segment, len(content), digest=self.digest(content)).map()
+        return image_with(content, name=name).map()
 
     @staticmethod
     def digest(content: bytes) -> str:
         return str(blake3.blake3(content).hexdigest())
 
-    def _load(self, content: bytes, digest: str, device: str) -> DeviceArena:
-        layout = layout_of(content)
+    def _load(self, content: bytes, digest: str, device: str, is_numbers: bool) -> DeviceArena:
+        layout = layout_of_numbers(len(content)) if is_numbers else layout_of(content)
         memory, outline = bytearray(layout.size_bytes), bytearray(content)
         for each in layout.placed:
             span, end = each.source, each.offset_bytes + each.source.size_bytes

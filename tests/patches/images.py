@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 
 from trims_shim import diagnostics, patches
-from trims_shim.client.arenas import Image, find
-from trims_shim.memory import copying
+from trims_shim.client.arenas import Image, Original, find
+from trims_shim.memory import copying, copying_native
 from trims_shim.patches import points, torch_mappings, torch_stacking
+from trims_shim.patches.torch_rounding import dtype_name
 from trims_shim.patches.torch_storage import storage_of
-from trims_shim.specs import Variant
+from trims_shim.specs import Conversion, Variant
 
 __all__ = [
     "assert_alike",
     "cached",
+    "conversion",
     "image_of",
+    "image_with",
     "make_variants",
     "needs_extension",
     "patched",
 ]
 
 needs_extension = pytest.mark.skipif(
-    not copying.can_widen(), reason="the extension was not built (no compiler)"
+    not copying.can_convert(), reason="the extension was not built (no compiler)"
 )
 
 
@@ -65,6 +70,12 @@ def cached(state: dict[str, torch.Tensor], *, shift: int = 0) -> OrderedDict[str
     return result
 
 
+def image_with(content: bytes, *, name: str = "") -> Image:
+    descriptor = os.memfd_create("segment")
+    os.write(descriptor, content)
+    return Image(descriptor, len(content), digest=blake3(content).hexdigest(), name=name)
+
+
 def make_variants(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
     """Have variants made as the daemon makes them; return those that are asked for."""
     asked: list[Variant] = []
@@ -73,16 +84,15 @@ def make_variants(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
     def variant_image(image: Image, variant: Variant) -> Image:
         asked.append(variant)
         if (image, variant) not in made:
-            descriptor = os.memfd_create("variant")
             data = bytes(variant.lead_bytes) + bytes(memoryview(image.map().buffer))
             if variant.pieces:
                 data = b"".join(data[at : at + variant.piece_bytes] for at in variant.pieces)
-            if variant.widened:
-                wide = memoryview(bytearray(variant.size_bytes(image.size_bytes)))
-                copying.widen(memoryview(data), wide, variant.widened)
-                data = bytes(wide)
-            os.write(descriptor, data)
-            made[image, variant] = Image(descriptor, len(data), digest="variant")
+            if variant.conversion:
+                result = memoryview(bytearray(variant.size_bytes(image.size_bytes)))
+                copying_native.convert(memoryview(data), result, variant.conversion)
+                data = bytes(result)
+            found = made[image, variant] = image_with(data, name=f"{image.name} ({variant})")
+            found.original = Original(image.digest, variant, weakref.ref(image), image.name)
         return made[image, variant]
 
     monkeypatch.setattr(torch_mappings, "variant_image", variant_image)
@@ -90,6 +100,10 @@ def make_variants(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
     monkeypatch.setattr(torch_stacking, "_MIN_SIZE_BYTES", 0)
     monkeypatch.setattr(torch_mappings, "_VARIANTS_FROM_BYTES", 0)
     return asked
+
+
+def conversion(source: torch.dtype, target: torch.dtype) -> Conversion:
+    return Conversion(dtype_name(source), dtype_name(target))
 
 
 def assert_alike(ours: Any, theirs: Any) -> None:

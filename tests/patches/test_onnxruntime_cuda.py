@@ -369,7 +369,9 @@ class TestWholePath:
         grantor, release = bench.grantor, Line.release
         grantor.change = lambda reply: reply._replace(lease=reply.lease + self.PATHS)
 
-        def open_image(line: Any, descriptor: int, name: str, *, tier: str) -> Any:
+        def open_image(
+            line: Any, descriptor: int, name: str, *, tier: str, is_numbers: bool
+        ) -> Any:
             grantor.tiers.append(tier)
             return grantor.granted(descriptor)
 

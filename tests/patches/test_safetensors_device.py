@@ -292,6 +292,23 @@ def test_what_a_newer_safetensors_has_besides(devices: Devices, path: str) -> No
     assert outcome(lambda: copy.copy(file)._private)[0] == "AttributeError"
 
 
+class Older:
+    """A compiled file of safetensors before 0.6."""
+
+    def __init__(self, inner: Any) -> None:
+        self.get_tensor = inner.get_tensor
+
+
+def test_what_an_older_safetensors_has_not(devices: Devices, path: str) -> None:
+    """Found: a program that asked whether there is such a method was told so, and failed."""
+    file = safetensors.safe_open(path, "pt", device="cuda")
+    names = ("offset_keys", "get_tensors")
+    assert all(hasattr(file, each) for each in names if hasattr(Theirs.safe_open, each))
+    file._file = Older(file._file)
+    assert not any(hasattr(file, each) for each in names)
+    assert shared(file.get_tensor("a.weight"))
+
+
 SLICES: dict[str, tuple[Any, bool]] = {
     # index, whether it is a view of the shared image
     "all": (..., True),

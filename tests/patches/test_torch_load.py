@@ -7,6 +7,7 @@ import io
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import trims_shim
 from trims_shim import diagnostics
 from trims_shim.client.cache import Cache
 from trims_shim.errors import NoSpace
-from trims_shim.patches import torch_archive, torch_load, torch_rebuild
+from trims_shim.patches import torch_archive, torch_load, torch_modes, torch_rebuild
 from trims_shim.testing import FakeDaemon
 
 
@@ -237,3 +238,41 @@ def test_a_fork_leaves_the_collector_to_the_child_while_loads_end_and_begin(
     assert passes_in_child(gc.isenabled)
     pauses[1].__exit__(None, None, None)
     assert gc.isenabled()
+
+
+def test_torch_compile_leaves_ours_alone_before_2_7(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found: it compiled each of our functions, and warned of those that it could not."""
+    frames = torch._C._dynamo.eval_frame
+
+    def skip_code(code: Any) -> None:
+        action = frames._FrameAction
+        strategy = frames._FrameExecStrategy(action.SKIP, action.DEFAULT)
+        frames.set_code_exec_strategy(code, strategy)
+
+    if hasattr(frames, "_FrameExecStrategy"):
+        older = SimpleNamespace(set_eval_frame=frames.set_eval_frame, skip_code=skip_code)
+        monkeypatch.setattr(torch_modes, "_frames", older)
+    graphs = []
+
+    def note(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def added(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor + 1
+
+    @torch_modes.uncompiled
+    def ours(tensor: torch.Tensor) -> torch.Tensor:
+        return added(tensor)
+
+    @torch.compiler.disable(recursive=False)
+    def torchs(tensor: torch.Tensor, function: Any) -> torch.Tensor:
+        result: torch.Tensor = function(tensor)
+        return result
+
+    def step(tensor: torch.Tensor, function: Any) -> torch.Tensor:
+        return torchs(tensor, function)
+
+    for function, count in ((ours, 0), (added, 1)):
+        assert torch.compile(step, backend=note)(torch.ones(2), function).tolist() == [2, 2]
+        assert len(graphs) == count

@@ -24,17 +24,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from devices import BOTH_WAYS, let_swap
 from forks import passes_in_child
 from harness import open_descriptors
-from images import cached, image_of, make_variants, needs_extension
+from images import cached, conversion, image_of, image_with, make_variants, needs_extension
 from torch import nn
 
 from trims_shim import diagnostics, patches
 from trims_shim.client import write_check
 from trims_shim.client.arenas import Image
 from trims_shim.errors import MemoryFailure
+from trims_shim.formats import read_header
 from trims_shim.memory import pages, reclaim
 from trims_shim.patches import (
     points,
@@ -45,7 +47,8 @@ from trims_shim.patches import (
     torch_repoint,
 )
 from trims_shim.patches.torch_storage import storage_of, tensor_over
-from trims_shim.specs import Variant
+from trims_shim.specs import Conversion, Variant
+from trims_shim.wire.messages import LEAD_LIMIT_BYTES
 
 ROWS, COLUMNS = 128, 256  # 128 KiB in float32
 TIMEOUT_S = 60.0
@@ -881,25 +884,37 @@ def test_bytes_off_the_alignment_come_from_an_image_where_they_are_on_it(
 @pytest.mark.usefixtures("is_told")
 @needs_extension
 @pytest.mark.parametrize("shift", [0, 8])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_numbers_of_16_bits_come_from_an_image_where_they_have_32(
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float16),
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.bfloat16),
+        (torch.bfloat16, torch.float16),
+    ],
+)
+def test_numbers_come_from_an_image_where_they_are_converted(
     prepare: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
-    dtype: torch.dtype,
+    source: torch.dtype,
+    target: torch.dtype,
     shift: int,
 ) -> None:
-    """Exactly as converted, as independent as any copy, and found there by the next load."""
+    """Exactly as torch does it, as independent as any copy, and found there by the next load."""
     asked = make_variants(monkeypatch)
-    narrow = {name: torch.randn(ROWS, COLUMNS).to(dtype) for name in ("a.weight", "b.weight")}
-    narrow["a.weight"][0, :4] = torch.tensor([0.0, -0.0, float("inf"), 1e-7]).to(dtype)
-    expected = {name: value.float() for name, value in narrow.items()}
-    module = nn.ModuleDict({"a": weight(), "b": weight()})
+    values = {name: torch.randn(ROWS, COLUMNS).to(source) for name in ("a.weight", "b.weight")}
+    values["a.weight"][0, :5] = torch.tensor([0.0, -0.0, float("inf"), 1e-7, 1e5]).to(source)
+    expected = {name: value.to(target) for name, value in values.items()}
+    module = nn.ModuleDict({"a": weight(), "b": weight()}).to(target)
     prepare(module)
-    state, versions = cached(narrow, shift=shift), [each._version for each in module.parameters()]
+    state, versions = cached(values, shift=shift), [each._version for each in module.parameters()]
     module.load_state_dict(state)
     assert_equal(module, expected)
     assert elided() == 2
-    assert asked == [Variant(-shift % 64, str(dtype).removeprefix("torch."))], "once for both"
+    assert {each.conversion for each in asked} == {conversion(source, target)}
+    assert len(asked) == len(set(asked)) <= 2, "each once"
     assert [each._version for each in module.parameters()] == [each + 1 for each in versions]
     where = [each.data_ptr() for each in module.parameters()]
     assert [address % 64 for address in where] == [0, 0]
@@ -912,6 +927,61 @@ def test_numbers_of_16_bits_come_from_an_image_where_they_have_32(
     with torch.no_grad():
         module["b"].weight.zero_()
     assert state["b.weight"].any()
+
+
+@pytest.mark.parametrize("before", [0, 1, 53])
+@pytest.mark.parametrize("source", [torch.float16, torch.float32])
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
+def test_most_of_a_file_lies_as_on_a_device(
+    before: int, source: torch.dtype, target: torch.dtype
+) -> None:
+    """In safetensors files, integers come first. Whichever tensor asks first, the lead is one."""
+    state = {f"a{n}": torch.zeros((), dtype=torch.int64) for n in range(before)}
+    state |= {f"b{n:02}": torch.zeros(1000 if n == 13 else 1024, dtype=source) for n in range(20)}
+    content = safetensors.torch.save(state)
+    image = image_with(content)
+    spans = {each.name: each.span.offset_bytes for each in read_header(content)}
+    for order in (1, -1):
+        mappings = torch_mappings.FreshMappings(lambda *_: True)
+        found: list[int] = []
+        for name in sorted(spans)[::order]:
+            if name.startswith("b"):
+                lead = mappings._lead(image, spans[name], conversion(source, target))
+                assert lead is not None
+                assert 0 <= lead < LEAD_LIMIT_BYTES
+                variant = Variant(lead, conversion(source, target))
+                assert variant.offset_bytes(spans[name]) % 64 == 0
+                found.append(variant.offset_bytes(spans[name]) % 512)
+        assert not any(found[::order][:14]), "up to the odd one"
+    image.release()
+    mappings = torch_mappings.FreshMappings(lambda *_: True)
+    assert mappings._lead(image, 128, conversion(source, target)) == 0
+
+
+@needs_extension
+def test_few_numbers_of_a_file_get_no_image_of_their_own(
+    prepare: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a classifier, whose rows of an odd number shift all that follows."""
+    asked = make_variants(monkeypatch)
+    shapes = {"a": (ROWS - 1, COLUMNS - 3), **dict.fromkeys("bcdefghijkl", (ROWS, COLUMNS))}
+    plain = {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    content = safetensors.torch.save(plain)
+    image = image_with(content)
+    storage = storage_of(image.map())
+    state = {}
+    for record in read_header(content):
+        part = storage[record.span.offset_bytes : record.span.end_bytes]
+        state[record.name] = tensor_over(part, torch.float32, record.shape)
+    module = nn.ModuleDict(
+        {name: nn.Linear(*shape[::-1], bias=False) for name, shape in shapes.items()}
+    ).half()
+    prepare(module)
+    module.load_state_dict(state)
+    assert_equal(module, {name: value.half() for name, value in plain.items()})
+    assert len(asked) == 1
+    assert image_of(module["a"].weight) is None
+    assert elided() == len(shapes) - 1
 
 
 def test_a_model_in_many_files_has_variants_of_each(
@@ -936,7 +1006,7 @@ def test_an_image_has_few_variants_if_it_is_large_and_none_itself(
     assert image is not None
 
     def found() -> list[bool]:
-        return [mappings.image_for(image, offset, "") is not None for offset in range(10)]
+        return [mappings.image_for(image, offset, None) is not None for offset in range(10)]
 
     mappings = torch_mappings.FreshMappings(lambda *_: True)
     for _ in range(2):
@@ -978,7 +1048,7 @@ def test_each_byte_of_a_fresh_mapping_is_given_away_once(
 
 
 @needs_extension
-def test_numbers_that_are_a_small_part_of_an_image_are_not_widened_in_it(
+def test_numbers_that_are_a_small_part_of_an_image_are_not_converted_in_it(
     prepare: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of it would be, and cost four times what it gains."""
@@ -993,12 +1063,12 @@ def test_numbers_that_are_a_small_part_of_an_image_are_not_widened_in_it(
         }
         module.load_state_dict(cached(state))
         assert_equal(module, {name: value.float() for name, value in state.items()})
-    assert asked == [Variant(0, "float16")]
+    assert asked == [Variant(0, Conversion("float16", "float32"))]
 
 
 @needs_extension
 @pytest.mark.parametrize("is_hooked", [False, True])
-def test_numbers_are_not_widened_for_a_small_part_of_a_module(
+def test_numbers_are_not_converted_for_a_small_part_of_a_module(
     prepare: Callable[..., None], monkeypatch: pytest.MonkeyPatch, is_hooked: bool
 ) -> None:
     """One in half precision that keeps a layer in float32."""
@@ -1046,7 +1116,7 @@ def test_tied_numbers_are_no_larger_part_of_an_image(
 @needs_extension
 @pytest.mark.parametrize(
     ("narrow", "wide"),
-    [(torch.float16, torch.float64), (torch.float32, torch.float16), (torch.int16, torch.float32)],
+    [(torch.float16, torch.float64), (torch.float64, torch.float16), (torch.int16, torch.float32)],
 )
 def test_other_conversions_are_copies(
     prepare: Callable[..., None],
@@ -1098,7 +1168,7 @@ def test_numbers_are_converted_where_the_kernel_tells_no_more(
     prepare(module)
     module.load_state_dict(cached({"weight": value}))
     assert torch.equal(module.weight, value.float())
-    assert (asked, elided()) == ([Variant(0, "float16")], 1)
+    assert (asked, elided()) == ([Variant(0, Conversion("float16", "float32"))], 1)
 
 
 @pytest.mark.parametrize("is_said", [True, False])

@@ -1,4 +1,4 @@
-"""Module.float and to(float32) without copies: the outcome is that of torch's own."""
+"""Module.float, half, bfloat16 and to(dtype) without copies: the outcome is that of torch's own."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
-from images import cached, image_of, make_variants, needs_extension, patched
+from images import cached, conversion, image_of, image_with, make_variants, needs_extension, patched
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from trims_shim import diagnostics, patches
 from trims_shim.client import write_check
 from trims_shim.errors import MemoryFailure
+from trims_shim.formats import read_header
 from trims_shim.memory import pages
-from trims_shim.patches import torch_mappings, torch_module_dtype
+from trims_shim.patches import torch_conversion, torch_mappings, torch_module_dtype, torch_rounding
+from trims_shim.patches.torch_storage import storage_of, tensor_over
 from trims_shim.specs import Variant
 
 pytestmark = needs_extension
@@ -43,8 +47,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
     return make_variants(monkeypatch)
 
 
-def elided() -> int:
-    return diagnostics.stats().events.get("elided:float32", 0)
+def elided(dtype: str = "float32") -> int:
+    return diagnostics.stats().events.get(f"elided:{dtype}", 0)
 
 
 class Net(nn.Module):
@@ -64,7 +68,7 @@ class Net(nn.Module):
 
 def loaded(plain: nn.Module) -> nn.Module:
     """The same module, its tensors as a load has left them."""
-    module = Net(torch.float16)
+    module = Net(plain.first.weight.dtype)
     module.load_state_dict(cached(plain.state_dict()), assign=True)
     module.tied.weight = module.second.weight
     module.frozen.requires_grad_(False)
@@ -87,7 +91,7 @@ def assert_alike(ours: nn.Module, theirs: nn.Module) -> None:
 @to_float32
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("is_told", [True, False], ids=["told", "blind"])
-def test_a_module_gets_widened_memory(
+def test_a_module_gets_converted_memory(
     convert: Callable[[nn.Module], nn.Module],
     dtype: torch.dtype,
     is_told: bool,
@@ -101,7 +105,7 @@ def test_a_module_gets_widened_memory(
     for module in modules:
         assert convert(module) is module
     assert elided() == 2 * 4
-    assert {each.widened for each in asked} == {str(dtype).removeprefix("torch.")}
+    assert {each.conversion for each in asked} == {conversion(dtype, torch.float32)}
     with patches.inactive():
         convert(plain)
     for module in modules:
@@ -117,11 +121,72 @@ def test_a_module_gets_widened_memory(
 
 
 @pytest.mark.parametrize(
+    ("convert", "source", "target"),
+    [
+        (nn.Module.half, torch.float32, torch.float16),
+        (nn.Module.bfloat16, torch.float32, torch.bfloat16),
+        (nn.Module.bfloat16, torch.float16, torch.bfloat16),
+        (nn.Module.half, torch.bfloat16, torch.float16),
+        (lambda module: module.to(torch.bfloat16), torch.float32, torch.bfloat16),
+        (lambda module: module.to(device="cpu", dtype=torch.half), torch.float32, torch.float16),
+    ],
+)
+def test_numbers_that_are_rounded(
+    convert: Callable[[nn.Module], nn.Module],
+    source: torch.dtype,
+    target: torch.dtype,
+    asked: list[Variant],
+) -> None:
+    plain = Net(source)
+    with torch.no_grad():
+        plain.first.weight[0, :4] = torch.tensor([1e-7, 1e5, float("-inf"), -0.0])
+    modules = [loaded(plain), loaded(plain)]
+    for module in modules:
+        assert convert(module) is module
+    assert elided(str(target).removeprefix("torch.")) == 2 * 4
+    assert {each.conversion for each in asked} == {conversion(source, target)}
+    with patches.inactive():
+        convert(plain)
+    for module in modules:
+        assert_alike(module, plain)
+        for each in (module.first.weight, module.frozen, module.table):
+            assert image_of(each) is not None
+            assert each.data_ptr() % 64 == 0
+    with torch.no_grad():
+        modules[0].first.weight.fill_(7)
+    assert_alike(modules[1], plain)
+
+
+def test_how_numbers_are_rounded_is_found_out_unseen() -> None:
+    """Whoever looks first: a mode would see it, or have it done on another device."""
+    torch_rounding.conversion_of.cache_clear()
+    with torch.device("meta"), FakeTensorMode():
+        found = torch_rounding.conversion_of(torch.float32, torch.float16)
+    assert found == conversion(torch.float32, torch.float16)
+
+
+def test_numbers_that_are_rounded_otherwise_here(
+    asked: list[Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a processor that takes the smallest for 0, for example."""
+    monkeypatch.setattr(torch_rounding, "_ROUNDED", torch_rounding._ROUNDED | {0x00400000: (0, 0)})
+    torch_rounding.conversion_of.cache_clear()
+    plain = Net(torch.float32)
+    modules = {"bfloat16": loaded(plain), "half": loaded(plain)}
+    try:
+        for name, module in modules.items():
+            getattr(module, name)()
+    finally:
+        torch_rounding.conversion_of.cache_clear()
+    assert {each.conversion for each in asked} == {conversion(torch.float32, torch.float16)}
+    assert torch.equal(modules["bfloat16"].first.weight, plain.first.weight.bfloat16())
+
+
+@pytest.mark.parametrize(
     "convert",
     [
         lambda module: module.to(torch.float64),
         lambda module: module.half(),
-        lambda module: module.bfloat16(),
         lambda module: module.to("cpu"),
         lambda module: module.to(torch.float32, memory_format=torch.channels_last),
         lambda module: module.to(device="meta", dtype=torch.float32),
@@ -140,6 +205,37 @@ def test_other_conversions_are_torchs(
     assert weight.stride() == expected.stride()
     assert weight.is_meta or torch.equal(weight, expected)
     assert (asked, elided()) == ([], 0)
+
+
+def test_what_was_loaded_from_a_safetensors_file(asked: list[Variant]) -> None:
+    """load_state_dict has put it on an aligned image, which is then converted as any other."""
+    plain = Net(torch.float32)
+    state = {name: each for name, each in plain.state_dict().items() if "tied" not in name}
+    content = safetensors.torch.save(state)
+    image = image_with(content)
+    storage = storage_of(image.map())
+    mappings = torch_mappings.FreshMappings(lambda *_: True)
+    module = Net(torch.float32)
+    for record in read_header(content):
+        if record.span.size_bytes < torch_mappings.MIN_SIZE_BYTES:
+            continue
+        place = mappings.image_for(image, record.span.offset_bytes, None)
+        assert place is not None
+        part = mappings.take(*place, record.span.size_bytes)
+        assert part is not None
+        tensor = tensor_over(part, torch.float32, record.shape)
+        owner, _, name = record.name.rpartition(".")
+        getattr(module.get_submodule(owner), name).data = tensor
+    del storage
+    module.tied.weight = module.second.weight
+    module.first.bias.data = plain.first.bias.data.clone()
+    module.half()
+    with patches.inactive():
+        plain.half()
+    assert_alike(module, plain)
+    assert elided("float16") == 4
+    for each in (module.first.weight, module.frozen, module.table):
+        assert each.data_ptr() % 512 == 0
 
 
 def test_what_goes_to_another_device_is_not_watched() -> None:
@@ -185,6 +281,23 @@ def test_a_tensor_that_is_converted_and_moved_otherwise(asked: list[Variant]) ->
     assert len(set(addresses)) == len(addresses), "each has memory of its own"
 
 
+def test_a_memory_format(asked: list[Variant]) -> None:
+    """A module's own _apply may name one."""
+
+    class ChannelsLast(nn.Conv2d):
+        def _apply(self, fn: Any, recurse: bool = True) -> Any:
+            return super()._apply(
+                lambda tensor: tensor.float(memory_format=torch.channels_last), recurse
+            )
+
+    module = ChannelsLast(64, 64, 4, bias=False, dtype=torch.float16)
+    module.load_state_dict(cached(module.state_dict()), assign=True)
+    expected = module.weight.detach().clone().float(memory_format=torch.channels_last)
+    module.float()
+    assert module.weight.stride() == expected.stride()
+    assert torch.equal(module.weight, expected)
+
+
 @to_float32
 def test_strides_of_dimensions_of_size_1(
     convert: Callable[[nn.Module], nn.Module], asked: list[Variant]
@@ -213,6 +326,16 @@ def test_what_was_written_is_converted_by_torch(
     assert torch.equal(module.first.weight, expected)
     assert image_of(module.first.weight) is None
     assert elided() == 3
+
+
+def test_no_image_is_asked_for_when_all_was_written(asked: list[Variant]) -> None:
+    """The daemon would make one for whoever trains, and nobody would map it."""
+    module = loaded(Net(torch.float32))
+    with torch.no_grad():
+        for tensor in [*module.parameters(), module.table]:
+            tensor.mul_(2)
+    module.bfloat16()
+    assert (asked, elided("bfloat16")) == ([], 0)
 
 
 def test_a_modules_own_parameters_are_not_asked_for(asked: list[Variant]) -> None:
@@ -274,7 +397,7 @@ def test_buffers_alone(asked: list[Variant]) -> None:
 def test_not_now(why: str, asked: list[Variant], monkeypatch: pytest.MonkeyPatch) -> None:
     module = loaded(Net(torch.float16))
     expected = module.first.weight.detach().float()
-    monkeypatch.setattr(torch_module_dtype, "are_addresses_limited", lambda: why == "limited")
+    monkeypatch.setattr(torch_conversion, "are_addresses_limited", lambda: why == "limited")
     with patches.inactive() if why == "inactive" else torch.enable_grad():
         module.float()
     assert torch.equal(module.first.weight, expected)
@@ -350,7 +473,7 @@ def test_inference_mode(asked: list[Variant]) -> None:
 def test_a_module_that_was_not_loaded(
     asked: list[Variant], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_module_dtype, "Widening", lambda *_: pytest.fail("a mode"))
+    monkeypatch.setattr(torch_conversion, "Conversions", lambda *_: pytest.fail("a mode"))
     plain = Net(torch.float16)
     assert plain.float() is plain
     assert plain.first.weight.dtype is torch.float32
@@ -369,7 +492,7 @@ def test_an_error(where: str, asked: list[Variant], monkeypatch: pytest.MonkeyPa
     if where != "program":
         holder = (torch_mappings.FreshMappings, "take")
         monkeypatch.setattr(
-            *(holder if where == "take" else (torch_module_dtype, "Widening")), fail
+            *(holder if where == "take" else (torch_conversion, "Conversions")), fail
         )
         module.float()
         assert torch.equal(module.first.weight, expected)
@@ -395,7 +518,7 @@ def test_a_signal_handlers_error_is_passed_on(monkeypatch: pytest.MonkeyPatch) -
             torch._C._nn, "_parse_to", lambda *_: signal.raise_signal(signal.SIGUSR1)
         )
         with pytest.raises(TooLate):
-            torch_module_dtype._is_to_float32((torch.float32,), {})
+            torch_module_dtype._dtype_of_to((torch.float32,), {})
     finally:
         signal.signal(signal.SIGUSR1, before)
 

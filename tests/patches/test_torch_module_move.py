@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import cProfile
+import io
 import pstats
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,21 +18,28 @@ from typing import Any
 
 import devices as emulation
 import pytest
+import safetensors.torch
 import torch
 from devices import LARGE, SIDE, Devices, Tied, ToCuda, events, reasons, shared
+from images import image_with, make_variants, needs_extension
 from torch import nn
 
 from trims_shim import diagnostics
 from trims_shim.client import arenas
 from trims_shim.errors import NoSpace
+from trims_shim.formats.device_layout import read_contents
+from trims_shim.formats.torch_zip import TorchArchive
 from trims_shim.memory import pages
 from trims_shim.patches import (
     torch_device,
+    torch_mappings,
+    torch_modes,
     torch_module_move,
     torch_unshare,
 )
 from trims_shim.patches.torch_module_move import Sources
-from trims_shim.specs import Variant
+from trims_shim.patches.torch_storage import storage_of, tensor_over
+from trims_shim.specs import Span, Variant
 
 
 @pytest.fixture(params=emulation.BOTH_WAYS)
@@ -100,6 +108,7 @@ MOVES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "to its own dtype": lambda module: module.to("cuda", torch.float32),
     "cuda": lambda module: module.cuda(),
     "cuda number": lambda module: module.cuda(0),
+    "cuda by hand": lambda module: module._apply(lambda tensor: tensor.cuda(0, True)),
     "cuda device": lambda module: module.cuda(torch.device("cuda:0")),
     "by hand": lambda module: module._apply(lambda tensor: tensor.to("cuda")),
 }
@@ -217,22 +226,162 @@ def test_what_was_written_is_copied(
     assert reasons() == {"written": 1}
 
 
-@pytest.mark.parametrize("variant", [Variant(0, "float16"), Variant(0, "", 8, (8, 0))], ids=str)
-def test_widened_or_stacked_weights_are_copied(
-    devices: Devices, loaded: Callable[..., Any], variant: Variant
-) -> None:
-    """Their image is no model file, and the file has other bytes, or others there."""
-    ours, theirs = loaded()
-    found = arenas.find(ours.first.weight.data_ptr(), 1)
-    assert found is not None
-    image = found[0]
-    image.original = arenas.Original(image.digest, variant, weakref.ref(image), "model.pt")
-    opened = len(devices.opened)
+def stacked(name: str) -> nn.Module:
+    """A module whose weight comes from an image of pieces of a file."""
+    image = image_with(torch.randn(SIDE, SIDE).numpy().tobytes(), name=name)
+    variant = Variant(0, None, 8, (8, 0))
+    image.original = arenas.Original("of the file", variant, weakref.ref(image), "model.pt")
+    storage = torch_mappings.FreshMappings(lambda *_: True).take(image, 0, image.size_bytes)
+    assert storage is not None
+    weight = nn.Parameter(tensor_over(storage, torch.float32, (SIDE, SIDE)))
+    return nn.ParameterList([weight])
+
+
+def test_stacked_weights(devices: Devices) -> None:
+    """Their image is no model file; it is loaded as it is."""
+    ours = stacked("model.pt (stacked)")
+    expected = ours[0].detach().clone()
     ours.to("cuda")
-    assert not any(are_shared(ours).values())
+    assert shared(ours[0])
+    assert torch.equal(ours[0], expected)
+    assert devices.opened == [("model.pt (stacked)", "GPU-0")]
+
+
+class Converted:
+    """Modules in float32 whose weights were loaded, and who asks for variants of their files."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked = make_variants(monkeypatch)
+
+    def loaded(self, theirs: nn.Module, *, is_archive: bool = False) -> nn.Module:
+        state = dict(theirs.state_dict())
+        content = io.BytesIO()
+        if is_archive:
+            torch.save(state, content)
+        else:
+            content.write(safetensors.torch.save(state))
+        image = image_with(content.getvalue(), name="model")
+        storage = storage_of(image.map())
+        spans = read_spans(content.getvalue())
+        for name, value in theirs.state_dict().items():
+            span = spans[name]
+            part = storage[span.offset_bytes : span.end_bytes]
+            state[name] = tensor_over(part, value.dtype, value.shape)
+        ours = copy.deepcopy(theirs)
+        ours.load_state_dict(state, assign=True)
+        return ours
+
+
+def read_spans(content: bytes) -> dict[str, Span]:
+    contents = read_contents(memoryview(content))
+    if not isinstance(contents, TorchArchive):
+        return {each.name: each.span for each in contents}
+    spans = [span for name, span in contents.records.items() if name.startswith("data/")]
+    return {f"{n}.weight": span for n, span in enumerate(spans)}
+
+
+@pytest.fixture
+def converted(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> Converted:
+    return Converted(monkeypatch)
+
+
+def net(*, sides: tuple[int, ...] = (SIDE, SIDE, SIDE)) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(SIDE, side, bias=False) for side in sides))
+
+
+DTYPES = [torch.float16, torch.bfloat16]
+
+
+@needs_extension
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda module, dtype: module.to("cuda", dtype),
+        lambda module, dtype: module.to(device="cuda:0", dtype=dtype, non_blocking=True),
+    ],
+)
+def test_a_call_that_moves_and_converts(
+    converted: Converted, devices: Devices, dtype: torch.dtype, move: Callable[..., nn.Module]
+) -> None:
+    theirs = net()
+    models = [converted.loaded(theirs), converted.loaded(theirs)]
+    for ours in models:
+        assert move(ours, dtype) is ours
+    theirs.to(dtype)
+    for ours in models:
+        assert_equal(ours, theirs)
+        assert set(are_shared(ours).values()) == {True}
+        assert {each.dtype for each in ours.parameters()} == {dtype}
+    assert [name for name, _ in devices.opened] == [f"model ({str(dtype)[6:]})"]
+    assert len(devices.mappings) == 1
+    assert reasons() == {}
+    assert diagnostics.stats().events[f"elided:{str(dtype)[6:]}"] == 6, "ended, and so counted"
+
+
+@needs_extension
+def test_numbers_that_are_not_aligned_as_on_a_device(
+    converted: Converted, devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a torch archive lie at multiples of 64: its images would be loaded for a few.
+
+    They are copied as the host has converted them, not converted again.
+    """
+    copied: list[torch.dtype] = []
+
+    class Watched(ToCuda):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.Tensor.to:
+                copied.append(args[0].dtype)
+            return super().__torch_function__(func, types, args, kwargs)
+
+    monkeypatch.setattr(torch_modes, "passive_modes", {*torch_modes.passive_modes, Watched})
+    theirs = net()
+    ours = converted.loaded(theirs, is_archive=True)
+    with Watched():
+        ours.to("cuda", torch.float16)
+    assert copied == [torch.float16] * 3
+    theirs.half()
     assert_equal(ours, theirs)
-    assert reasons().keys() == {str(variant)}
-    assert len(devices.opened) == opened
+    assert not any(are_shared(ours).values())
+    assert devices.opened == []
+    assert reasons() == {"converted": 3}
+
+
+@needs_extension
+def test_nearly_all_have_to_be_aligned(converted: Converted, devices: Devices) -> None:
+    """The first one always is."""
+    rows = {"a few": (20 * SIDE, SIDE - 1, SIDE), "a third": (4 * SIDE - 1, SIDE, SIDE)}
+    for name, sides in rows.items():
+        theirs = nn.Sequential(*(nn.Linear(SIDE // 4 + 8, side, bias=False) for side in sides))
+        ours = converted.loaded(theirs)
+        ours.to("cuda", torch.float16)
+        theirs.half()
+        assert_equal(ours, theirs)
+        assert any(are_shared(ours).values()) == (name == "a few"), name
+
+
+@needs_extension
+def test_what_the_host_has_not_converted_is_torchs(
+    converted: Converted, devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first loads of all; and what was written."""
+    theirs = net()
+    ours = converted.loaded(theirs)
+    with torch.no_grad():
+        for each in (theirs, ours):
+            each[0].weight[0, 0] = 3
+    ours.to("cuda", torch.float16)
+    assert list(are_shared(ours).values()) == [False, True, True]
+    monkeypatch.setattr(torch_mappings, "variant_image", lambda *_: None)
+    again = converted.loaded(theirs)
+    again.to("cuda", torch.float16)
+    assert not any(are_shared(again).values())
+    theirs.half()
+    assert_equal(ours, theirs)
+    assert_equal(again, theirs)
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -504,7 +653,7 @@ def test_small_modules_ask_nobody(devices: Devices, loaded: Callable[..., Any]) 
 
 def test_other_tensors_pay_some_questions(devices: Devices) -> None:
     """Of a tensor that is not the shim's torch is asked a few things, in 2 us on real devices."""
-    function = torch_module_move._Mover(lambda tensor: tensor, Sources())
+    function = torch_module_move._Mover(lambda tensor: tensor, Sources(), nn.Module())
     parameter = nn.Parameter(torch.randn(SIDE, SIDE))
     function(parameter)
     profile = cProfile.Profile()

@@ -1,4 +1,4 @@
-"""from_pretrained of files in 16 bits into float32: transformers' own outcome, without copies."""
+"""from_pretrained into another dtype than the files': transformers' own outcome, without copies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from images import image_of, make_variants, needs_extension, patched
 from trims_shim import diagnostics, patches
 from trims_shim.errors import MemoryFailure
 from trims_shim.patches import torch_from_file, torch_mappings, transformers_dtype
-from trims_shim.specs import Variant
+from trims_shim.specs import Conversion, Variant
 from trims_shim.testing import FakeDaemon
 
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -73,6 +73,10 @@ def plainly(path: Path, **options: Any) -> Any:
         return loaded(path, **options)
 
 
+def to_float32() -> Any:
+    return transformers_dtype.Conversions(torch.float32, "x", lambda *_: False)
+
+
 def elided() -> int:
     return diagnostics.stats().events.get("elided:from_pretrained", 0)
 
@@ -85,20 +89,32 @@ def assert_alike(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float16),
+    ],
+)
 @pytest.mark.parametrize("shards", [{}, {"max_shard_size": "700KB"}], ids=["whole", "shards"])
-def test_the_model_gets_widened_memory(
-    tmp_path: Path, dtype: torch.dtype, shards: dict[str, str], asked: list[Variant]
+def test_the_model_gets_converted_memory(
+    tmp_path: Path,
+    source: torch.dtype,
+    target: torch.dtype,
+    shards: dict[str, str],
+    asked: list[Variant],
 ) -> None:
-    path = saved(tmp_path, dtype, **shards)
+    path = saved(tmp_path, source, **shards)
     files = len(list(path.glob("*.safetensors")))
     assert (files > 1) is bool(shards)
-    theirs = plainly(path, dtype=torch.float32)
-    models = [loaded(path, dtype=torch.float32) for _ in range(2)]
+    theirs = plainly(path, dtype=target)
+    models = [loaded(path, dtype=target) for _ in range(2)]
     large = [
         name
         for name, each in theirs.named_parameters()
-        if each.nbytes >= 2 * torch_mappings.MIN_SIZE_BYTES
+        if each.numel() * source.itemsize >= torch_mappings.MIN_SIZE_BYTES
     ]
     assert elided() == 2 * len(large)
     for model in models:
@@ -108,7 +124,7 @@ def test_the_model_gets_widened_memory(
     with torch.no_grad():
         models[0].lm_head.weight.fill_(7)
     assert_alike(models[1], theirs)
-    again = loaded(path, dtype=torch.float32)
+    again = loaded(path, dtype=target)
     assert_alike(again, theirs)
 
 
@@ -116,9 +132,7 @@ def test_the_model_gets_widened_memory(
     ("dtype", "options"),
     [
         (torch.float16, {}),
-        (torch.float16, {"dtype": torch.bfloat16}),
         (torch.float16, {"dtype": torch.float64}),
-        (torch.float32, {"dtype": torch.float16}),
         (torch.float32, {"dtype": torch.float32}),
     ],
 )
@@ -168,7 +182,7 @@ def test_after_an_error_of_ours_transformers_converts(
     if where == "take":
         monkeypatch.setattr(torch_mappings.FreshMappings, "take", fail)
     else:
-        monkeypatch.setattr(transformers_dtype, "Widening", fail)
+        monkeypatch.setattr(transformers_dtype, "Conversions", fail)
     assert_alike(loaded(path, dtype=torch.float32), plainly(path, dtype=torch.float32))
     assert elided() == 0
     assert diagnostics.stats().events["elision_error:MemoryFailure"] >= 1
@@ -186,7 +200,7 @@ def test_an_error_of_transformers_leaves_nothing_behind(
         patched.setattr(core, "set_param_for_module", fail)
         with pytest.raises(RuntimeError, match="theirs"):
             loaded(path, dtype=torch.float32)
-    assert transformers_dtype._widening.get() is None
+    assert transformers_dtype._conversions.get() is None
 
 
 def test_an_entry_is_what_it_stands_for() -> None:
@@ -197,22 +211,25 @@ def test_an_entry_is_what_it_stands_for() -> None:
         def __getitem__(self, index: Any) -> Any:
             return index
 
-    entry = transformers_dtype._Entry(Slice(), transformers_dtype.Widening("x", lambda *_: False))
+    entry = transformers_dtype.ConvertedEntry(Slice(), to_float32())
     assert entry.get_shape() == [2, 3]
     assert entry[1:2] == slice(1, 2)
     assert entry[...] is ...
+
+
+ENTRY = torch.zeros(1, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("sharding", [None, object()])
 def test_all_arguments_by_position(sharding: Any) -> None:
     seen: list[Any] = []
     spawn = transformers_dtype._wrap_materialize(lambda *args: seen.append(args))
-    token = transformers_dtype._widening.set(transformers_dtype.Widening("x", lambda *_: False))
-    spawn(None, "entry", None, torch.float32, sharding, 3)
-    transformers_dtype._widening.reset(token)
+    token = transformers_dtype._conversions.set(to_float32())
+    spawn(None, ENTRY, None, torch.float32, sharding, 3)
+    transformers_dtype._conversions.reset(token)
     (_, entry, *others) = seen[0]
     assert others == [None, torch.float32, sharding, 3]
-    assert isinstance(entry, transformers_dtype._Entry) is (sharding is None)
+    assert isinstance(entry, transformers_dtype.ConvertedEntry) is (sharding is None)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +238,8 @@ def test_all_arguments_by_position(sharding: Any) -> None:
         ({"device": "cpu", "dtype": torch.float32}, True),
         ({"device": None, "dtype": torch.float32, "sharding_op": None, "tensor_idx": 3}, True),
         ({"device": torch.device("cpu"), "dtype": torch.float32}, True),
-        ({"device": "cuda:0", "dtype": torch.float32}, False),
+        ({"device": "cuda:0", "dtype": torch.float32}, True),
+        ({"device": 0, "dtype": torch.float32}, True),
         ({"device": "meta", "dtype": torch.float32}, False),
         ({"dtype": torch.float16}, False),
         ({"dtype": torch.float32, "sharding_op": object()}, False),
@@ -230,19 +248,20 @@ def test_all_arguments_by_position(sharding: Any) -> None:
 def test_what_is_asked_for(options: dict[str, Any], is_ours: bool) -> None:
     seen: list[Any] = []
     spawn = transformers_dtype._wrap_materialize(lambda _, tensor, *__, **___: seen.append(tensor))
-    spawn(None, "entry", **options)
-    token = transformers_dtype._widening.set(transformers_dtype.Widening("x", lambda *_: False))
-    spawn(None, "entry", **options)
-    transformers_dtype._widening.reset(token)
-    assert seen[0] == "entry"
-    assert isinstance(seen[1], transformers_dtype._Entry) is is_ours
+    spawn(None, ENTRY, **options)
+    token = transformers_dtype._conversions.set(to_float32())
+    spawn(None, ENTRY, **options)
+    transformers_dtype._conversions.reset(token)
+    assert seen[0] is ENTRY
+    assert isinstance(seen[1], transformers_dtype.ConvertedEntry) is is_ours
 
 
 @pytest.mark.parametrize(
     ("change", "is_ours"),
     [
         ({}, True),
-        ({"dtype": torch.float16}, False),
+        ({"dtype": torch.float16}, True),
+        ({"dtype": torch.float64}, False),
         ({"hf_quantizer": object()}, False),
         ({"entries": UserDict()}, False),
         ({"is_limited": True}, False),
@@ -273,8 +292,62 @@ def test_most_of_the_bytes(narrow: int, wide: int, is_most: bool, is_read: bool)
         for name, kind, n in (("wide", "F32", wide), ("narrow", "F16", narrow))
     }
     image: Any = None
-    found = transformers_dtype._is_mostly(tensors if is_read else slices, image, "float16")
+    found = transformers_dtype._is_mostly(
+        tensors if is_read else slices, image, Conversion("float16", "float32")
+    )
     assert found is is_most
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "dtype", "is_changed"),
+    [
+        (["float32"], torch.float16, True),
+        (["float32"], torch.float32, False),
+        (["float32"], torch.float64, False),
+        (["float32"], None, False),
+        (["float64"], torch.float32, False),
+        (["float32", "float32", "float16"], torch.float16, True),
+        (["float32", "float16", "float16"], torch.float16, False),
+        (["float16", "bfloat16"], torch.float32, False),
+    ],
+)
+def test_files_that_have_to_be_converted(
+    tmp_path: Path, dtypes: list[str], dtype: Any, is_changed: bool
+) -> None:
+    from safetensors.torch import save_file
+
+    path = str(tmp_path / "model.safetensors")
+    values = {str(n): torch.zeros(8, dtype=getattr(torch, each)) for n, each in enumerate(dtypes)}
+    save_file(values, path)
+    assert transformers_dtype.is_converted(path, dtype) is is_changed
+    assert not transformers_dtype.is_converted("model.bin", dtype)
+    assert not transformers_dtype.is_converted(Path(path), dtype)
+
+
+def test_a_look_at_a_file_loads_no_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device would be given the file, and the host should not hold it, too."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    found: list[bool] = []
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        found.append(patches.active())
+        return safe_open(*args, **kwargs)
+
+    path = str(tmp_path / "model.safetensors")
+    save_file({"weight": torch.zeros(8)}, path)
+    monkeypatch.setattr(transformers_dtype.safetensors, "safe_open", seen)
+    assert patches.active()
+    assert transformers_dtype.is_converted(path, torch.float16)
+    assert found == [False]
+
+
+def test_a_dtype_that_torch_does_not_have(tmp_path: Path) -> None:
+    header = b'{"a":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}'
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
+    assert not transformers_dtype.is_converted(str(path), torch.float16)
 
 
 def test_the_wrappers_look_like_the_originals() -> None:

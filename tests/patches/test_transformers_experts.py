@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from images import assert_alike, cached, image_of, make_variants, patched
+from images import (
+    assert_alike,
+    cached,
+    image_of,
+    make_variants,
+    needs_extension,
+    patched,
+)
 
 from trims_shim import diagnostics, patches
 from trims_shim.errors import MemoryFailure
-from trims_shim.patches import torch_from_file, torch_mappings
+from trims_shim.patches import torch_conversion, torch_from_file, torch_mappings, transformers_dtype
 from trims_shim.specs import Variant
 from trims_shim.testing import FakeDaemon
 
@@ -94,7 +100,7 @@ def test_experts_come_from_an_image(
         for name in stacks:
             image = image_of(model.get_parameter(name))
             assert image is not None
-            assert image.digest == "variant"
+            assert image.original is not None
     tokens = torch.tensor([[1, 5, 9]])
     with torch.no_grad():
         assert torch.equal(models[0](tokens).logits, theirs(tokens).logits)
@@ -112,23 +118,47 @@ def test_experts_of_several_files(tmp_path: Path, asked: list[Variant]) -> None:
     assert 0 < elided() < 4
 
 
-@pytest.mark.parametrize("options", [{"dtype": torch.float32}, {"dtype": torch.float16}])
-def test_converted_experts_are_stacked_by_torch(
-    options: dict[str, Any], tmp_path: Path, asked: list[Variant]
+@needs_extension
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_experts_that_are_converted(
+    dtype: torch.dtype,
+    tmp_path: Path,
+    asked: list[Variant],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Their stack is made of pieces of the converted image."""
+    monkeypatch.setattr(torch_conversion, "MIN_SIZE_BYTES", 0)
+    kind = mixtral(tmp_path)
+    theirs = plainly(kind, tmp_path, dtype=dtype)
+    with patched(monkeypatch, *transformers_dtype.POINTS):
+        models = [kind.from_pretrained(tmp_path, dtype=dtype) for _ in range(2)]
+        assert elided() == len(models) * 2 * 2
+    for model in models:
+        assert_alike(model, theirs)
+    assert [bool(each.conversion) for each in asked if each.pieces] == [False] * 8
+    with torch.no_grad():
+        models[0].model.layers[0].mlp.experts.down_proj.fill_(7)
+    assert_alike(models[1], theirs)
+
+
+def test_converted_experts_without_a_converted_image(tmp_path: Path, asked: list[Variant]) -> None:
+    options: dict[str, Any] = {"dtype": torch.float32}
     kind = mixtral(tmp_path)
     assert_alike(kind.from_pretrained(tmp_path, **options), plainly(kind, tmp_path, **options))
     assert [each for each in asked if each.pieces] == []
     assert elided() == 0
 
 
-@pytest.mark.parametrize("error", [None, MemoryFailure("no")])
+@pytest.mark.parametrize("error", [None, MemoryFailure])
 def test_without_an_image_torch_stacks(
-    error: Exception | None, tmp_path: Path, asked: list[Variant], monkeypatch: pytest.MonkeyPatch
+    error: type[Exception] | None,
+    tmp_path: Path,
+    asked: list[Variant],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: object) -> Any:
         if error is not None:
-            raise error
+            raise error("no")  # of its own: a raised error keeps the frames, and so the image
 
     monkeypatch.setattr(torch_mappings.FreshMappings, "take", fail)
     kind = mixtral(tmp_path)
@@ -160,27 +190,39 @@ def test_what_is_wrong_with_a_file_is_told_alike(tmp_path: Path, asked: list[Var
 # --- the operations alone -------------------------------------------------------------------------
 
 
-def converted(operations: list[Any], lists: dict[str, Any], targets: list[str]) -> Any:
-    """What a converter's operations make of lists of tensors; only they are looked at.
+def converter(
+    operations: list[Any], lists: dict[str, Any], targets: list[str], patterns: list[str]
+) -> Any:
+    """One that has read lists of tensors. Only its operations and patterns are looked at.
 
-    Of its source patterns, which are in another order, this layer has no third.
+    Its source patterns are in another order.
     """
-    holder = type("Converter", (), {"operations": operations})()
-
-    def run(_: Any) -> Any:
-        result: Any = lists
-        for each in operations:
-            given = result
-            result = each.convert(given, source_patterns=list("bca"), target_patterns=targets)
-            assert given == {}, "no operation keeps what it was given"
-        return result
-
-    return experts._wrap_convert(run)(holder)
+    made = object.__new__(core.WeightConverter)
+    made.operations = operations
+    made.source_patterns = patterns
+    made.target_patterns = targets
+    made.collected_tensors = lists
+    made.layer_targets = {"c": set()}
+    return made
 
 
-def outcome(operations: list[Any], lists: dict[str, Any], targets: list[str]) -> Any:
+def converted(
+    operations: list[Any], lists: dict[str, Any], targets: list[str], lacking: str
+) -> Any:
+    """What a converter makes of lists of tensors, of which it lacks those of some patterns."""
+    patterns = sorted({*lists, *lacking}, reverse=True)
+    result = converter(operations, lists, targets, patterns).materialize_tensors()
+    for each in operations:
+        result = each.convert(result, source_patterns=patterns, target_patterns=targets)
+    assert lists == {}, "nothing that was read is kept"
+    return result
+
+
+def outcome(
+    operations: list[Any], lists: dict[str, Any], targets: list[str], lacking: str = ""
+) -> Any:
     try:
-        return converted(operations, lists, targets)
+        return converted(operations, lists, targets, lacking)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -260,27 +302,6 @@ def test_chains(
     assert elided() == is_served
 
 
-def test_experts_go_when_they_are_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the first list before the second is stacked: a layer may be much of the memory."""
-    alive: list[int] = []
-
-    def lists_and_watched() -> dict[str, list[torch.Tensor]]:
-        lists = lists_of_two()
-        watched = [weakref.ref(each) for tensors in lists.values() for each in tensors]
-        for name in ("stack", "cat"):
-            original = getattr(torch, name)
-
-            def counting(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
-                alive.append(sum(each() is not None for each in watched))
-                return _original(*args, **kwargs)
-
-            monkeypatch.setattr(torch, name, counting)
-        return lists
-
-    converted([core.MergeModulelist(dim=0), core.Concatenate(dim=1)], lists_and_watched(), ["c"])
-    assert alive == [4, 2, 0]
-
-
 @pytest.mark.parametrize("take", [lambda each: each[0], lambda each: each[0, 0]])
 @pytest.mark.parametrize("name", ["beside", "behind", "from the end"])
 def test_chains_of_less_than_matrices(
@@ -319,6 +340,26 @@ def test_lists_and_names(
     assert elided() == is_served
 
 
+def test_a_layer_without_some_of_the_tensors(asked: list[Variant]) -> None:
+    """Versions of transformers differ in what they make of it."""
+    lists = lists_of_two(is_cached=True)
+    with patches.inactive():
+        theirs = outcome(CHAINS["beside"](), dict(lists), ["c"], lacking="c")
+    assert_same(outcome(CHAINS["beside"](), lists, ["c"], lacking="c"), theirs)
+    assert asked == []
+
+
+def test_under_a_default_device(asked: list[Variant]) -> None:
+    torch.manual_seed(1)
+    lists = lists_of_two(is_cached=True)
+    torch.manual_seed(1)
+    with patches.inactive():
+        theirs = outcome(CHAINS["beside"](), lists_of_two(), ["c"])
+    with torch.device("meta"):
+        assert_same(outcome(CHAINS["beside"](), lists, ["c"]), theirs)
+    assert elided() == 1
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_tensors_that_have_no_shape(asked: list[Variant]) -> None:
     nested = [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]) for _ in range(2)]
@@ -329,21 +370,12 @@ def test_tensors_that_have_no_shape(asked: list[Variant]) -> None:
     assert ours == theirs
 
 
-def test_a_merge_outside_of_a_converter_is_transformers(asked: list[Variant]) -> None:
-    merge, concatenate = CHAINS["beside"]()
-    converted([merge, concatenate], lists_of_two(is_cached=True), ["c"])
-    for each in (merge, core.MergeModulelist(dim=0)):
-        merged = each.convert(
-            lists_of_two(is_cached=True), source_patterns=["a", "b"], target_patterns=["c"]
-        )
-        assert {name: tuple(each.shape) for name, each in merged.items()} == {
-            "a": (2, 3, 5),
-            "b": (2, 3, 5),
-        }
-
-
 def test_the_wrappers_look_like_the_originals() -> None:
-    for kind in (core.WeightConverter, core.MergeModulelist, core.Concatenate):
-        original: Callable[..., Any] = inspect.unwrap(kind.convert)
-        assert kind.convert is not original
-        assert inspect.signature(kind.convert) == inspect.signature(original)
+    for wrapper in (
+        core.WeightTransform.materialize_tensors,
+        core.MergeModulelist.convert,
+        core.Concatenate.convert,
+    ):
+        original: Callable[..., Any] = inspect.unwrap(wrapper)
+        assert wrapper is not original
+        assert inspect.signature(wrapper) == inspect.signature(original)

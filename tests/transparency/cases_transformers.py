@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,22 +87,35 @@ def dtype(work: Work, kind: Any) -> object:
     return dict(model.named_parameters())
 
 
-def _saved_half(path: Path) -> None:
-    torch.manual_seed(1)
-    GPT2LMHeadModel(_configuration(words=1 << 14)).bfloat16().save_pretrained(path)
+def _saved_in(dtype: torch.dtype) -> Callable[[Path], None]:
+    def save(path: Path) -> None:
+        torch.manual_seed(1)
+        GPT2LMHeadModel(_configuration(words=1 << 14)).to(dtype).save_pretrained(path)
+
+    return save
 
 
-INTO_FLOAT32 = {
-    "from_pretrained": lambda path: GPT2LMHeadModel.from_pretrained(path, dtype=torch.float32),
-    "float": lambda path: GPT2LMHeadModel.from_pretrained(path).float(),
-    "to": lambda path: GPT2LMHeadModel.from_pretrained(path).to(torch.float32),
+CONVERTED: dict[str, tuple[torch.dtype, Callable[[Path], Any]]] = {
+    "from_pretrained": (
+        torch.bfloat16,
+        lambda path: GPT2LMHeadModel.from_pretrained(path, dtype=torch.float32),
+    ),
+    "float": (torch.bfloat16, lambda path: GPT2LMHeadModel.from_pretrained(path).float()),
+    "to": (torch.bfloat16, lambda path: GPT2LMHeadModel.from_pretrained(path).to(torch.float32)),
+    "rounded": (
+        torch.float32,
+        lambda path: GPT2LMHeadModel.from_pretrained(path, dtype=torch.bfloat16),
+    ),
+    "half": (torch.float32, lambda path: GPT2LMHeadModel.from_pretrained(path).half()),
+    "bfloat16": (torch.float16, lambda path: GPT2LMHeadModel.from_pretrained(path).bfloat16()),
 }
 
 
-@cases(INTO_FLOAT32, served=True)
-def into_float32(work: Work, load: Any) -> object:
+@cases(CONVERTED, served=True)
+def converted(work: Work, how: tuple[torch.dtype, Callable[[Path], Any]]) -> object:
     """From the third load on there is an image of the converted numbers."""
-    path = work.file("model", _saved_half)
+    saved, load = how
+    path = work.file("model", _saved_in(saved))
     models = [load(path) for _ in range(4)]
     with torch.no_grad():
         models[2].transformer.wte.weight.zero_()

@@ -497,7 +497,8 @@ def _memory(plain: _Run, served: Sequence[_Run]) -> str:
 def _show(runs: Sequence[_Run], size_bytes: int, sentences: list[str]) -> None:
     print(f"The same program, unchanged, with a model of {_size(size_bytes)}:\n")
     print(_table(runs))
-    print("\n#1 fills the cache. OWN is what would be free again if this process ended.\n")
+    print("\n#1 starts the daemon and fills the cache.")
+    print("OWN is what would be free again if this process ended.\n")
     print("\n".join(textwrap.fill(sentence, _WIDTH) for sentence in sentences))
 
 

@@ -10,6 +10,7 @@ import glob
 import importlib.util
 import mmap
 import os
+import re
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -408,7 +409,9 @@ def _name_of(text: str) -> str:
         raise UnknownImage(
             f"{url}: name its local file; `trims fetch {shlex.quote(url)}` prints the path"
         )
-    return os.path.abspath(text) if os.sep in text or os.path.exists(text) else text
+    of_file = re.sub(r"( \(\w+\))+$", "", text)  # else a variant: a.pt (float32)
+    is_path = os.sep in text or os.path.exists(text) or os.path.exists(of_file)
+    return os.path.abspath(text) if is_path else text
 
 
 def _devices() -> Iterator[str]:

@@ -126,11 +126,13 @@ class Cache:
         device: DeviceId,
         min_bytes: int | None = None,
         may_be_held: bool = True,
+        is_numbers: bool = False,
     ) -> DeviceArena:
         """Return the image of an open file in device memory; blocks while it is loaded.
 
         All loads of this process share one read-only arena. ``may_be_held`` as for :meth:`open`,
-        and else the daemon loads it, too. The descriptor stays the caller's.
+        and else the daemon loads it, too. ``is_numbers``: the file is a variant of a model file,
+        and the device holds it as it is. The descriptor stays the caller's.
         Raises NotServed where the cache gains nothing, any other TrimsError when it cannot help.
         """
         if not self.config.device:
@@ -143,7 +145,7 @@ class Cache:
         digest = self._digests.get(identity, "") if may_be_held else ""
         arena = device_arenas.held(digest, device)
         if arena is None:
-            arena = self._lease_device(descriptor, identity, name, device)
+            arena = self._lease_device(descriptor, identity, name, device, is_numbers)
         else:
             _note(name, "local")
         diagnostics.count("bytes_shared", amount=arena.size_bytes)
@@ -257,14 +259,15 @@ class Cache:
         return arena
 
     def _lease_device(
-        self, descriptor: int, identity: Identity, name: str, device: DeviceId
+        self, descriptor: int, identity: Identity, name: str, device: DeviceId, is_numbers: bool
     ) -> DeviceArena:
         from trims_shim.client import device_arenas
 
         def ask(connection: Line) -> _Leased | None:
-            return _lease_of(
-                lambda: connection.open_image(descriptor, name, tier=device), name, connection
-            )
+            def open_image() -> Granted:
+                return connection.open_image(descriptor, name, tier=device, is_numbers=is_numbers)
+
+            return _lease_of(open_image, name, connection)
 
         dropped_before = device_arenas.dropped()
         try:

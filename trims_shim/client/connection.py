@@ -146,12 +146,16 @@ class Connection:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def open_image(self, descriptor: int, name: str, *, tier: str = HOST_TIER) -> Granted:
+    def open_image(
+        self, descriptor: int, name: str, *, tier: str = HOST_TIER, is_numbers: bool = False
+    ) -> Granted:
         """Lease the image of an open file at a tier. Blocks while the daemon reads it.
 
-        Raises RequestRefused, DaemonError, WireError.
+        ``is_numbers``: it is no model file, and a device has to hold it as it is. Raises
+        RequestRefused, DaemonError, WireError.
         """
-        granted = self._open(descriptor, name, tier)
+        variant = Variant.in_one_piece(os.fstat(descriptor).st_size) if is_numbers else AS_IS
+        granted = self._open(descriptor, name, tier, variant)
         if granted is None:
             raise WireError(f"the offer of {name} was not taken")
         return granted
@@ -178,7 +182,7 @@ class Connection:
             answer = self._answer_to_offer(parts)
             reply = answer.opened
             if reply is None:
-                if variant != AS_IS and not answer.is_loading:
+                if variant != AS_IS and tier == HOST_TIER and not answer.is_loading:
                     return None
                 reply = self._request(messages.OpenImageRequest(parts.ticket))
             descriptors = self._receive_parts(parts, _part_count(reply, tier), name)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trims_shim.memory import copying
-from trims_shim.memory.copying_python import reader
 from trims_shim.specs import AS_IS, Variant
 
 __all__ = ["Meter", "fill", "hash_file", "hash_segment"]
@@ -74,20 +73,16 @@ def hash_file(
     name: str = "file",
 ) -> str:
     """The digest of a variant of the first ``size_bytes`` of a file. Raises as fill."""
-    hasher = copying.hasher(size_bytes, lead_bytes=variant.offset_bytes(0))
-    buffer = memoryview(bytearray(min(copying.CHUNK_BYTES, size_bytes)))
-    wide = memoryview(bytearray(2 * len(buffer) if variant.widened else 0))
-    read = reader(descriptor, variant, name)
-    read_bytes = variant.size_bytes(size_bytes) if variant.pieces else size_bytes
+    lead_bytes = variant.offset_bytes(0)
+    body_bytes = variant.size_bytes(size_bytes) - lead_bytes
+    hasher = copying.hasher(lead_bytes + body_bytes, lead_bytes=lead_bytes)
+    buffer = memoryview(bytearray(min(copying.CHUNK_BYTES, body_bytes)))
+    source = copying.source_of(descriptor, variant, name)
     done = 0
-    while done < read_bytes:
-        part = buffer[: min(len(buffer), read_bytes - done)]
-        read(part, done)
+    while done < body_bytes:
+        part = buffer[: min(len(buffer), body_bytes - done)]
+        source.read(part, done)
         done += len(part)
-        if variant.widened:
-            result = wide[: len(part) // 2 * 4]
-            copying.widen(part, result, variant.widened)
-            part = result
         hasher.update(part)
         meter.done_bytes += len(part)
     digest: str = hasher.hexdigest()

@@ -9,10 +9,10 @@ from (NVLink is many times faster than the way from host memory, PCIe between de
 from the host tier, else from the file. Images evicted from a device are copied to the host tier if
 there is room.
 
-A variant of an image (its bytes aligned, widened or stacked) takes as much memory again, or more,
-and serves only later requests. So it is loaded when it is offered for the second time, if it would
-still be there should the third come as late; and no client waits for it: a client that offers it
-makes a private copy unless the image is there, or about to be.
+A variant of an image (its bytes aligned, converted or stacked) takes as much host memory again, or
+more, and serves only later requests. So it is loaded when it is offered for the second time, if it
+would still be there should the third come as late; and no client waits for it: a client that offers
+it makes a private copy unless the image is there, or about to be.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from trims_shim.errors import (
 from trims_shim.memory import copying
 from trims_shim.memory.device import DeviceSegment
 from trims_shim.printable import printable
-from trims_shim.specs import AS_IS, HOST_TIER, PIECES_LIMIT, WIDENED, Digest, Variant
+from trims_shim.specs import AS_IS, HOST_TIER, PIECES_LIMIT, Digest, Variant
 from trims_shim.wire import messages
 
 __all__ = ["Openings"]
@@ -127,7 +127,8 @@ class Openings:
         tier = self._tiers.ready(offer.tier)
         opening = None if tier is None else self._resident(request, offer, tier)
         if tier is None or opening is None:
-            is_loading = offer.variant != AS_IS and self._consider(request, offer)
+            is_optional = offer.variant != AS_IS and offer.tier == HOST_TIER
+            is_loading = is_optional and self._consider(request, offer)
             self._front.answer(request, messages.OfferReply(offer.ticket, is_loading=is_loading))
             return
         taken = self._front.take_offer(request, offer.ticket)
@@ -361,7 +362,8 @@ class Openings:
         digest = None
         if isinstance(tier, DeviceTier) and not action.is_only_hashed:
             opening = action.opening
-            digest = self._tiers.trusted_digest(opening.user, opening.identity)
+            asked = opening.user, opening.identity, opening.variant
+            digest = self._tiers.trusted_digest(*asked)
         if digest is None or not isinstance(tier, DeviceTier):
             tier.loader.start(action, offer.take(), meter=meter)
             return
@@ -500,25 +502,27 @@ def _opening(request: Request, offer: Offer) -> Opening:
 
 def _check(variant: Variant, tier: str, file_bytes: int) -> None:
     """Raise AccessDenied or UnsupportedFormat for a variant that is not made."""
-    lead_bytes, widened, piece_bytes, pieces = variant
+    lead_bytes, conversion, piece_bytes, pieces = variant
+    is_made, how = tier == HOST_TIER or variant == Variant.in_one_piece(file_bytes), ""
     if pieces or piece_bytes:
         last = file_bytes - piece_bytes
-        is_made = (
-            (lead_bytes, widened) == (0, "")
+        is_made &= (
+            lead_bytes == 0
             and piece_bytes > 0
             and 0 < len(pieces) <= min(PIECES_LIMIT, file_bytes // piece_bytes)
             and all(0 <= offset <= last for offset in pieces)
         )
-        how = f" is {len(pieces)} pieces of {piece_bytes} bytes and"
-    elif widened:
-        # With an odd lead, numbers of the file would lie across the borders of the image's.
-        is_made = lead_bytes % 2 == 0 and widened in WIDENED
-        how = f" is widened from {widened[:20]!r} and"
-    else:
-        is_made, how = True, ""
-    if not (is_made and tier == HOST_TIER and 0 <= lead_bytes < messages.ALIGNMENT_BYTES):
+        how += f" is {len(pieces)} pieces of {piece_bytes} bytes and"
+    if conversion is not None:
+        # Else numbers of the file would lie across the borders of the image's.
+        is_made &= conversion.is_possible and all(
+            each % conversion.source_bytes == 0 for each in (lead_bytes, piece_bytes, *pieces)
+        )
+        source, target = conversion
+        how += f" is converted from {source[:20]!r} to {target[:20]!r} and"
+    if not (is_made and 0 <= lead_bytes < messages.LEAD_LIMIT_BYTES):
         raise AccessDenied(f"no image at {tier[:80]!r}{how} has {lead_bytes} bytes before the file")
-    if widened and not copying.can_widen():
+    if conversion is not None and not copying.can_convert():
         raise UnsupportedFormat(
             "the daemon was installed without a compiler, so it has no copy engine that converts "
             "numbers; install trims_shim where there is one"

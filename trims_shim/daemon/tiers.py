@@ -34,7 +34,7 @@ from trims_shim.memory import nvml
 from trims_shim.memory.device import DeviceMemory
 from trims_shim.memory.driver import driver
 from trims_shim.memory.limits import available_bytes, memory_limit_bytes
-from trims_shim.specs import HOST_TIER, DeviceId, Digest, Identity
+from trims_shim.specs import AS_IS, HOST_TIER, DeviceId, Digest, Identity, Variant
 from trims_shim.wire import admin
 
 __all__ = ["DeviceSettings", "DeviceTier", "HostTier", "Tier", "Tiers"]
@@ -367,9 +367,11 @@ class Tiers:
         tiers = [self.named(tier)] if tier else list(self)
         return [each for each in tiers if each.store.is_resident(digest)]
 
-    def trusted_digest(self, user: int, identity: Identity) -> Digest | None:
+    def trusted_digest(
+        self, user: int, identity: Identity, variant: Variant = AS_IS
+    ) -> Digest | None:
         """As :meth:`Store.trusted_digest`, from any tier that knows."""
-        found = (each.store.trusted_digest(user, identity) for each in self)
+        found = (each.store.trusted_digest(user, identity, variant) for each in self)
         return next((digest for digest in found if digest is not None), None)
 
     def peer_with(self, digest: Digest, tier: DeviceTier) -> DeviceTier | None:

@@ -6,7 +6,12 @@ No reader executes, imports or allocates because a file says so; every way a fil
 
 from __future__ import annotations
 
-from trims_shim.formats.device_layout import DeviceLayout, Placed, layout_of
+from trims_shim.formats.device_layout import (
+    DeviceLayout,
+    Placed,
+    layout_of,
+    layout_of_numbers,
+)
 from trims_shim.formats.safetensors import read_header
 from trims_shim.formats.torch_recipe import (
     ParameterSpec,
@@ -26,6 +31,7 @@ __all__ = [
     "TensorSpec",
     "TorchArchive",
     "layout_of",
+    "layout_of_numbers",
     "read_archive",
     "read_header",
     "read_recipe",

@@ -3,7 +3,8 @@
 In device memory an image is its tensors only, packed at the alignment that torch's own allocator
 gives. The rest of the file (directory, header, pickle) is the *outline*: a file of the same size
 with holes where the tensors were. Daemon and clients compute the same layout from the same outline,
-and compare fingerprints.
+and compare fingerprints. An image that is no model file, but all numbers, is laid out as it is
+(:func:`layout_of_numbers`).
 
 Pure. Source: DESIGN "Device tier"; alignment: ``kMinBlockSize`` of torch's CUDACachingAllocator.
 """
@@ -22,7 +23,15 @@ from trims_shim.formats.safetensors import read_header
 from trims_shim.formats.torch_zip import TorchArchive, read_archive
 from trims_shim.specs import Record, Span
 
-__all__ = ["ALIGNMENT_BYTES", "Contents", "DeviceLayout", "Placed", "layout_of", "read_contents"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "Contents",
+    "DeviceLayout",
+    "Placed",
+    "layout_of",
+    "layout_of_numbers",
+    "read_contents",
+]
 
 Contents: TypeAlias = TorchArchive | tuple[Record, ...]
 """What a model file, or its outline, says of its tensors: a torch archive, or named records."""
@@ -102,6 +111,11 @@ def layout_of(buffer: Any) -> DeviceLayout:
     else:
         spans = [record.span for record in contents]
     return _packed(spans, len(view), contents)
+
+
+def layout_of_numbers(size_bytes: int) -> DeviceLayout:
+    """The layout of an image that is copied as it is; no model file has it."""
+    return DeviceLayout((Placed(Span(0, size_bytes), 0),), size_bytes, size_bytes)
 
 
 def read_contents(view: memoryview) -> Contents:

@@ -22,7 +22,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from blake3 import blake3
 
@@ -30,28 +30,30 @@ from trims_shim.errors import CorruptFile
 from trims_shim.formats.device_layout import DeviceLayout
 from trims_shim.memory import copying_native, copying_python
 from trims_shim.memory.chunks import Route
-from trims_shim.memory.copying_python import read_fully
+from trims_shim.memory.copying_python import Pieces, Source, WholeFile
 from trims_shim.memory.uncached import opened_directly
-from trims_shim.specs import AS_IS, Digest, Variant
+from trims_shim.specs import AS_IS, Conversion, Digest, Variant
 
 __all__ = [
     "CHUNK_BYTES",
     "RING_CHUNKS",
     "Engine",
     "Transfer",
-    "can_widen",
+    "can_convert",
     "default_threads",
     "download",
     "engine",
     "fill",
     "hasher",
     "kept_buffers",
+    "source_of",
     "upload",
-    "widen",
 ]
 
 CHUNK_BYTES = 4 << 20
 """Large enough that the loop costs nothing, small enough that hashing follows in the cache."""
+_CONVERTED_BYTES = 256 << 10
+"""Read and converted at a time, within the second-level cache."""
 RING_CHUNKS = 16
 """Pinned buffers: 64 MiB, two for each reader; more only takes longer to pin."""
 _THREADS_LIMIT = 4
@@ -155,66 +157,52 @@ def fill(
     lead_bytes = variant.offset_bytes(0)
     behind = _Behind(on_progress, hasher(len(view), lead_bytes=lead_bytes))
     with view[lead_bytes:] as body, _reading(source, len(body)) as direct:
-        if variant.widened:
-            return _run(_Widening(source, body, variant.widened, name), behind)
         # O_DIRECT needs memory aligned as the file is.
+        made = source_of(source, variant, name, direct=direct if variant == AS_IS else None)
         transfer = copying_python.fill(
-            source,
-            None if lead_bytes else direct,
-            body,
-            threads=threads,
-            chunk_bytes=CHUNK_BYTES,
-            variant=variant,
-            name=name,
+            made, body, threads=threads, chunk_bytes=CHUNK_BYTES, name=name
         )
         return _run(transfer, behind)
 
 
-class _Widening:
-    """A :class:`Transfer` that reads numbers of 16 bits and writes them as ones of 32."""
+class _Converted(NamedTuple):
+    """Numbers of a source as ones of another dtype."""
 
-    def __init__(self, source: int, body: memoryview, numbers: str, name: str) -> None:
-        self._source, self._body, self._numbers, self._name = source, body, numbers, name
-        self._buffer = memoryview(bytearray(min(CHUNK_BYTES, len(body) // 2)))
-        self._done = 0
+    source: Source
+    conversion: Conversion
 
-    def __enter__(self) -> _Widening:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._buffer.release()
-
-    def next(self) -> memoryview | None:
-        done = self._done
-        result = self._body[done : done + 2 * len(self._buffer)]
-        if not result:
-            return None
-        try:
-            with self._buffer[: len(result) // 2] as part:
-                read_fully(self._source, part, done // 2, self._name)
-                widen(part, result, self._numbers)
-        except BaseException:
-            result.release()
-            raise
-        self._done = done + len(result)
-        return result
-
-    def finish(self) -> None:
-        """Everything is done."""
+    def read(self, part: memoryview, offset: int) -> None:
+        """Fill ``part`` with whole numbers. Raises as :func:`~.copying_python.read_fully`."""
+        from_bytes, to_bytes = self.conversion.source_bytes, self.conversion.target_bytes
+        buffer = memoryview(bytearray(min(_CONVERTED_BYTES, len(part) // to_bytes * from_bytes)))
+        step = len(buffer) // from_bytes * to_bytes
+        for done in range(0, len(part), step):
+            size = min(step, len(part) - done)
+            with (
+                buffer[: size // to_bytes * from_bytes] as numbers,
+                part[done : done + size] as results,
+            ):
+                self.source.read(numbers, (offset + done) // to_bytes * from_bytes)
+                copying_native.convert(numbers, results, self.conversion)
 
 
-def can_widen() -> bool:
-    """Whether :func:`widen` works here: it needs the extension."""
-    return copying_native.is_available()
+def source_of(file: int, variant: Variant, name: str, *, direct: int | None = None) -> Source:
+    """Return what reads a variant of a file, from its lead's end on."""
+    source: Source = WholeFile(file, direct, name)
+    if variant.pieces:
+        source = Pieces(file, variant.pieces, variant.piece_bytes, name)
+    if variant.conversion is not None:
+        source = _Converted(source, variant.conversion)
+    return source
 
 
-def widen(part: memoryview, target: memoryview, numbers: str) -> None:
-    """Write numbers of 16 bits, of a kind in :data:`~trims_shim.specs.WIDENED`, as ones of 32.
+def can_convert() -> bool:
+    """Whether numbers can be converted here: it needs the extension.
 
-    As many as ``target`` has room for. The bits are those of torch's own conversion, except for
-    NaNs of float16: which ones torch makes of these depends on where in a tensor they are.
+    The bits are those of torch's own conversion, except for NaNs: which ones torch makes of these
+    depends on where in a tensor they are.
     """
-    copying_native.widen(part, target, is_bfloat16=numbers == "bfloat16")
+    return copying_native.is_available()
 
 
 def upload(

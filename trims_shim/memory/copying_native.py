@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from trims_shim.errors import DriverFailure, MemoryFailure, ReadFailed, TrimsError
 from trims_shim.memory.chunks import Route
 from trims_shim.memory.copying_python import became_shorter
+from trims_shim.specs import Conversion
 
 if TYPE_CHECKING:
     from trims_shim import _native as extension
@@ -25,9 +26,9 @@ else:
     except ImportError:  # there was no compiler
         extension = None
 
-__all__ = ["Code", "download", "is_available", "kept_buffers", "upload", "widen"]
+__all__ = ["Code", "convert", "download", "is_available", "kept_buffers", "upload"]
 
-_INTERFACE = 2
+_INTERFACE = 3
 """The extension's interface version; an extension built from other sources is not used."""
 _NONE = -1
 """Stands for no descriptor."""
@@ -51,9 +52,9 @@ def is_available() -> bool:
     return extension is not None and extension.INTERFACE == _INTERFACE
 
 
-def widen(part: memoryview, target: memoryview, *, is_bfloat16: bool) -> None:
-    """Write as many numbers of 16 bits as ``target`` has room for as numbers of 32 bits."""
-    extension.widen(part, target, is_bfloat16)
+def convert(part: memoryview, target: memoryview, conversion: Conversion) -> None:
+    """Write as many numbers as ``target`` has room for as numbers of another dtype."""
+    extension.convert(part, conversion.source, target, conversion.target)
 
 
 def upload(source: int, direct: int | None, outline: int | None, route: Route) -> _Transfer:

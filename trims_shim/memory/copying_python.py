@@ -13,16 +13,25 @@ import ctypes
 import errno
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
 
 from trims_shim.errors import DriverFailure, FileChanged, MemoryFailure, ReadFailed
 from trims_shim.formats.device_layout import DeviceLayout, Placed
 from trims_shim.memory.chunks import Chunk, Chunks, Route, Sizes
 from trims_shim.memory.driver import driver
-from trims_shim.specs import Variant
 
-__all__ = ["became_shorter", "download", "fill", "read_fully", "reader", "upload", "write_fully"]
+__all__ = [
+    "Pieces",
+    "Source",
+    "WholeFile",
+    "became_shorter",
+    "download",
+    "fill",
+    "read_fully",
+    "upload",
+    "write_fully",
+]
 
 _STREAMS = 2
 """One stream copies while the next copy of the other is being set up."""
@@ -30,36 +39,15 @@ _DIRECT_ALIGNMENT_BYTES = 4096
 """The largest alignment that O_DIRECT needs on today's disks; if one needs more, reads fail."""
 
 
-def fill(
-    source: int,
-    direct: int | None,
-    view: memoryview,
-    *,
-    threads: int,
-    chunk_bytes: int,
-    variant: Variant,
-    name: str,
-) -> Chunks:
-    """Read ``len(view)`` bytes of a file into ``view``: from its start, or a variant's pieces.
-
-    ``direct`` is the file again, opened with O_DIRECT.
-    """
+def fill(source: Source, view: memoryview, *, threads: int, chunk_bytes: int, name: str) -> Chunks:
+    """Read ``len(view)`` bytes of a source into ``view``, from its start."""
     sizes = Sizes(len(view), chunk_bytes, -(-len(view) // chunk_bytes))
-    step = _FileToMemory(_source(source, direct, variant, name), view)
-    return Chunks(step, sizes, threads=threads, name=name)
-
-
-def reader(source: int, variant: Variant, name: str) -> Callable[[memoryview, int], None]:
-    """Return what fills a view from an offset: of the file, or of a variant's pieces in a row.
-
-    It raises as :func:`read_fully`.
-    """
-    return _source(source, None, variant, name).read
+    return Chunks(_FileToMemory(source, view), sizes, threads=threads, name=name)
 
 
 def upload(source: int, direct: int | None, outline: int | None, route: Route) -> Chunks:
     """See :class:`~trims_shim.memory.copying.Engine`."""
-    step = _FileToDevice(route, _Source(source, direct, route.name), outline)
+    step = _FileToDevice(route, WholeFile(source, direct, route.name), outline)
     return Chunks(step, route.sizes, threads=route.threads, name=route.name)
 
 
@@ -105,7 +93,14 @@ def write_fully(descriptor: int, part: memoryview, offset: int, name: str) -> No
         done += count
 
 
-class _Source(NamedTuple):
+class Source(Protocol):
+    """What is to be read: a file's bytes, or what is made of them. Threads read it at once."""
+
+    def read(self, part: memoryview, offset: int) -> None:
+        """Fill ``part`` from an offset on. Raises as :func:`read_fully`."""
+
+
+class WholeFile(NamedTuple):
     """A file that may also be open with O_DIRECT, past the page cache."""
 
     descriptor: int
@@ -119,7 +114,7 @@ class _Source(NamedTuple):
             read_fully(self.descriptor, rest, offset + done, self.name)
 
 
-class _Pieces(NamedTuple):
+class Pieces(NamedTuple):
     """Pieces of a file, equally long, read as if they were one behind the other."""
 
     descriptor: int
@@ -128,6 +123,7 @@ class _Pieces(NamedTuple):
     name: str
 
     def read(self, part: memoryview, offset: int) -> None:
+        """See :class:`Source`."""
         done = 0
         while done < len(part):
             number, begin = divmod(offset + done, self.piece_bytes)
@@ -135,12 +131,6 @@ class _Pieces(NamedTuple):
             with part[done:end] as piece:
                 read_fully(self.descriptor, piece, self.offsets[number] + begin, self.name)
             done = end
-
-
-def _source(descriptor: int, direct: int | None, variant: Variant, name: str) -> _Source | _Pieces:
-    if variant.pieces:
-        return _Pieces(descriptor, variant.pieces, variant.piece_bytes, name)
-    return _Source(descriptor, direct, name)
 
 
 def _read_directly(descriptor: int, part: memoryview, offset: int) -> int:
@@ -160,7 +150,7 @@ def _read_directly(descriptor: int, part: memoryview, offset: int) -> int:
 class _FileToMemory:
     """Reads into the target itself: the slots are the caller's view."""
 
-    def __init__(self, source: _Source | _Pieces, view: memoryview) -> None:
+    def __init__(self, source: Source, view: memoryview) -> None:
         self._source = source
         self._view = view
 
@@ -292,7 +282,7 @@ class _Parts:
 
 
 class _FileToDevice(_DeviceStep):
-    def __init__(self, route: Route, source: _Source, outline: int | None) -> None:
+    def __init__(self, route: Route, source: Source, outline: int | None) -> None:
         super().__init__(route)
         self._source = source
         self._outline = outline

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from trims_shim.errors import DriverFailure, MemoryFailure, NoSpace
+from trims_shim.formats.device_layout import layout_of_numbers
 from trims_shim.memory.driver import OUT_OF_MEMORY, RESERVATION_ALIGNMENT_BYTES, Word, driver
 from trims_shim.memory.mapping import round_up
 from trims_shim.memory.memfd import new_memfd, seal_memfd
@@ -91,6 +92,11 @@ class DeviceSegment:
     size_bytes: int
     layout: str
     job: int = 0
+
+    @property
+    def is_numbers(self) -> bool:
+        """Whether it is no model file, and was copied as it is."""
+        return self.layout == layout_of_numbers(self.size_bytes).fingerprint()
 
     def resident_bytes(self) -> int:
         """Return the device memory that it takes."""

@@ -240,13 +240,10 @@ class _DeviceFile:
     def keys(self) -> Any:
         return self._file.keys()
 
-    def offset_keys(self) -> Any:
-        return self._file.offset_keys()
-
     def get_tensor(self, name: Any) -> Any:
         return self._tensor(name)
 
-    def get_tensors(self) -> Any:
+    def _tensors(self) -> Any:
         found = None if self._image is None else self._image.found()
         if found is None:
             return self._file.get_tensors()
@@ -257,10 +254,11 @@ class _DeviceFile:
         return _DeviceSlice(self._file.get_slice(name), name, self._image)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what a newer safetensors has besides: the compiled one's. ``prefetch`` copies."""
+        """Return what only newer safetensors have: the compiled one's. ``prefetch`` copies."""
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._file, name)
+        found = getattr(self._file, name)
+        return self._tensors if name == "get_tensors" else found
 
     def __enter__(self) -> _DeviceFile:
         return self
@@ -294,7 +292,7 @@ class _DeferredFile(_DeviceFile):
     def get_tensor(self, name: Any) -> Any:
         return self._file.get_tensor(name)
 
-    def get_tensors(self) -> Any:
+    def _tensors(self) -> Any:
         return self._file.get_tensors()
 
     def get_slice(self, name: Any) -> Any:

@@ -193,11 +193,13 @@ def arena_of_file(descriptor: int, name: object, place: Place) -> DeviceArena | 
     return _arena(descriptor, absolute(name), place)
 
 
-def _arena(descriptor: int, name: str, place: Place) -> DeviceArena | None:
+def _arena(
+    descriptor: int, name: str, place: Place, *, is_numbers: bool = False
+) -> DeviceArena | None:
     try:
         if is_private():
             _check_room_for_copies(descriptor, name, place)
-        return cache().open_device(descriptor, name=name, device=place.id)
+        return cache().open_device(descriptor, name=name, device=place.id, is_numbers=is_numbers)
     # Border: the shim never makes a load fail; the host tier or torch goes on.
     except Exception as error:
         skip.error(error, what=name)
@@ -221,17 +223,21 @@ def _check_room_for_copies(descriptor: int, name: str, place: Place) -> None:
 def arena_of_image(image: Image, place: Place) -> DeviceArena | None:
     """Return the device memory of an image in host memory; None (counted) where there is none.
 
-    Of an aligned image, that of the file: zeros come before it there, which is no model. One with
-    widened numbers has none.
+    Of an aligned image, that of the file, whose tensors are aligned on a device in any case.
+    Converted numbers and stacked tensors lie there as they do in host memory.
     """
     original = image.original
+    is_numbers = original is not None and not original.variant.is_shifted
+    if is_numbers:
+        original = None  # it is another image
     digest = image.digest if original is None else original.digest
     arena: DeviceArena | None = _arenas().held(digest, place.id)
     if arena is not None:
         return arena
     plain = image if original is None else original.image()
     if plain is not None and plain.is_open:
-        return _arena(plain.descriptor, f"image {digest[:12]}", place)
+        name = image.name if is_numbers else f"image {digest[:12]}"
+        return _arena(plain.descriptor, name, place, is_numbers=is_numbers)
     if original is not None:
         return _arena_of_original(original, place)
     skip("memory", what=f"image {digest[:12]}")

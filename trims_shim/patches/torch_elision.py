@@ -4,7 +4,7 @@ Instead of ``parameter.copy_(entry)``, the parameter's storage takes over a slic
 mapping of the image in which the entry lies. Both sides stay independent, as after a copy, because
 both are copy-on-write mappings of immutable bytes; nothing is read and nothing is written.
 
-Bytes off a 64-byte border of the file, and numbers of 16 bits for parameters of 32, come from other
+Bytes off a 64-byte border of the file, and numbers for parameters of another dtype, come from other
 images than the source's (:meth:`.torch_mappings.FreshMappings.image_for`); until there is one, they
 are copied.
 
@@ -14,9 +14,9 @@ A copy is elided only where the result cannot be told from a copy's:
   functorch level, forward-mode level, profiler or inference mode, no setting that swaps parameters,
   no deterministic algorithms;
 - the pair (:func:`is_stock_copy`, :func:`is_ordered_copy`): exactly Tensor or Parameter, CPU,
-  strided, same shape, same dtype or one that is widened to float32, contiguous, no conjugate or
-  negative bit, no inference tensor, no graph behind the destination, autograd would not record the
-  copy;
+  strided, same shape, same dtype or both of float32, float16 and bfloat16, contiguous, no conjugate
+  or negative bit, no inference tensor, no graph behind the destination, autograd would not record
+  the copy;
 - the destination: a parameter or buffer of the module tree that is all of its storage and that
   nothing else can reach (:func:`is_exclusive`), in memory of torch's allocator or of an earlier
   elision and not written since;
@@ -68,15 +68,16 @@ from trims_shim.patches.torch_mappings import (
     count_error,
     image_of,
     is_fresh,
-    widened,
 )
 from trims_shim.patches.torch_modes import call_under, has_foreign_mode
+from trims_shim.patches.torch_rounding import conversion_of
 from trims_shim.patches.torch_stock_load import (
     PLAIN_DICTS,
     is_torchs_own,
     registered,
     stock_pairs,
 )
+from trims_shim.specs import Conversion
 
 __all__ = ["load"]
 
@@ -175,16 +176,19 @@ class _Call:
         return is_stock_copy(dst, src) and self._elide_in_host(dst, src)
 
     def _elide_in_host(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
-        size, numbers = dst.nbytes, widened(dst.dtype, src.dtype)
-        mappings = self._mappings
-        if mappings is None or numbers is None or src.nbytes < MIN_SIZE_BYTES:
+        size, mappings, conversion = dst.nbytes, self._mappings, None
+        if mappings is None or src.nbytes < MIN_SIZE_BYTES:
             return False
+        if src.dtype is not dst.dtype:
+            conversion = conversion_of(src.dtype, dst.dtype)
+            if conversion is None:
+                return False
         if not is_ordered_copy(dst, src):
             return False
         found = arenas.find(src.data_ptr(), src.nbytes)
         there = arenas.find(dst.data_ptr(), size)
-        if found is not None and (numbers or there != found):
-            found = mappings.image_for(*found, numbers)
+        if found is not None and (conversion or there != found):
+            found = mappings.image_for(*found, conversion)
         if found is None:
             return False
         if there == found:  # tied entries, a second load
@@ -293,13 +297,17 @@ def _holds_cached_bytes(state_dict: Any) -> bool:
 
 
 def _is_mostly(
-    module: torch.nn.Module, state_dict: dict[str, Any], image: arenas.Image, numbers: str
+    module: torch.nn.Module,
+    state_dict: dict[str, Any],
+    image: arenas.Image,
+    conversion: Conversion,
 ) -> bool:
-    """Whether most of an image are entries of this dtype that become float32."""
+    """Whether most of an image are entries that a load converts so."""
     # Names do not tell where entries go: hooks may change them.
     room: int = sum(
-        each.numel() * getattr(torch, numbers).itemsize
+        each.numel() * conversion.source_bytes
         for each in registered(module).values()
-        if type(each) in PLAIN_TYPES and each.dtype is torch.float32
+        if type(each) in PLAIN_TYPES and str(each.dtype) == f"torch.{conversion.target}"
     )
-    return 2 * min(bytes_in(image, numbers, state_dict.values()), room) > image.size_bytes
+    found = bytes_in(image, conversion.source, state_dict.values())
+    return 2 * min(found, room) > image.size_bytes

@@ -2,16 +2,19 @@
 
 A copy is independent of what it was copied from and of other copies. So is a slice of a fresh
 private mapping: each load maps one arena for each image, and gives each byte of it to one tensor
-only. What tensors get here is aligned as a copy is, and may be widened as a copy would be
+only. What tensors get here is aligned as a copy is, and may be converted as a copy would be
 (:meth:`FreshMappings.image_for`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import logging
 import weakref
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -20,12 +23,15 @@ import torch
 from trims_shim import diagnostics
 from trims_shim.client import arenas
 from trims_shim.client.arenas import Image
-from trims_shim.patches import torch_repoint
+from trims_shim.errors import FormatError
+from trims_shim.formats import read_header
+from trims_shim.patches import torch_device, torch_repoint
 from trims_shim.patches.asking import variant_image
 from trims_shim.patches.torch_copies import PLAIN_TYPES, has_views
 from trims_shim.patches.torch_modes import unseen
+from trims_shim.patches.torch_rounding import dtype_name
 from trims_shim.patches.torch_storage import storage_of
-from trims_shim.specs import AS_IS, WIDENED, Variant
+from trims_shim.specs import Conversion, Variant
 
 __all__ = [
     "ALIGNMENT_BYTES",
@@ -34,9 +40,9 @@ __all__ = [
     "bytes_in",
     "count_error",
     "image_of",
+    "is_for_devices",
     "is_fresh",
     "make_resizable",
-    "widened",
 ]
 
 MIN_SIZE_BYTES = 64 << 10
@@ -44,28 +50,63 @@ MIN_SIZE_BYTES = 64 << 10
 ALIGNMENT_BYTES = 64
 """The alignment of torch's allocator. Kernels choose their loops by alignment: with MKL on x86-64 a
 matrix at 8 modulo 16 gives other last bits than the same matrix at 0."""
+_OF_DEVICES_BYTES = torch_device.ALIGNMENT_BYTES
 
+_RECORDED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""Names of dtypes in safetensors files."""
 _VARIANTS_FROM_BYTES = 8 << 20
 _VARIANTS_LIMIT = 8
-_WIDENED = {getattr(torch, name): name for name in WIDENED}
+_MOSTLY = 0.9
+_LEAST = 0.2
+"""Of a file, in which an image of converted numbers may be of use."""
 
 _own_arenas: weakref.WeakValueDictionary[int, ctypes.Array[ctypes.c_char]] = (
     weakref.WeakValueDictionary()
 )
 """Arenas mapped here, by address. Only tensors of the load hold slices of them, each its own."""
-
-
-def widened(to: torch.dtype, source: torch.dtype) -> str | None:
-    """The numbers that a copy widens, "" if it converts none; None if it converts otherwise."""
-    if to is source:
-        return ""
-    return _WIDENED.get(source) if to is torch.float32 else None
+_for_devices: weakref.WeakKeyDictionary[Image, bool] = weakref.WeakKeyDictionary()
+"""What :func:`is_for_devices` says of images of converted numbers."""
 
 
 def is_fresh(address: int, size_bytes: int) -> bool:
     """Whether memory was mapped here, by this load or an earlier one."""
     found = arenas.find(address, size_bytes)
     return found is not None and address - found[1] in _own_arenas
+
+
+def is_for_devices(image: Image) -> bool:
+    """Whether nearly all of an image lies as it would in device memory.
+
+    A file's tensors are laid out anew there. So are a stack's, which are one tensor.
+    """
+    original = image.original
+    if original is None or original.variant.conversion is None:
+        return True
+    return _for_devices.get(image, False)
+
+
+def _residues(image: Image, conversion: Conversion) -> Counter[int]:
+    """How much of a safetensors file lies how many bytes off a border of a device's.
+
+    Only what is converted counts, and borders are where those of the results come from. Of other
+    files, nothing is known.
+    """
+    residues: Counter[int] = Counter()
+    if not image.is_open:
+        return residues
+    lead_bytes = image.original.variant.lead_bytes if image.original else 0
+    period = _period(conversion, _OF_DEVICES_BYTES)
+    with contextlib.suppress(FormatError), memoryview(image.map().buffer)[lead_bytes:] as file:
+        for record in read_header(file):
+            if record.dtype == _RECORDED[conversion.source]:
+                place = (lead_bytes + record.span.offset_bytes) % period
+                residues[place] += record.span.size_bytes
+    return residues
+
+
+def _period(conversion: Conversion, alignment_bytes: int) -> int:
+    """Bytes of a file between those whose results are at multiples of an alignment."""
+    return alignment_bytes * conversion.source_bytes // conversion.target_bytes
 
 
 def image_of(value: Any) -> Image | None:
@@ -82,11 +123,10 @@ def image_of(value: Any) -> Image | None:
 
 def bytes_in(image: Image, numbers: str, values: Iterable[Any]) -> int:
     """How much of an image these tensors are, as far as they have this dtype; tied ones once."""
-    dtype = getattr(torch, numbers)
     sizes: dict[int, int] = {
         value.data_ptr(): value.nbytes
         for value in values
-        if image_of(value) is image and value.dtype is dtype
+        if image_of(value) is image and dtype_name(value.dtype) == numbers
     }
     return sum(sizes.values())
 
@@ -94,43 +134,76 @@ def bytes_in(image: Image, numbers: str, values: Iterable[Any]) -> int:
 class FreshMappings:
     """See the module docstring. Of one load; not for sharing between threads.
 
-    ``is_mostly(image, numbers)``: whether most of an image are numbers of this dtype that are to
-    be widened. All of it would be.
+    ``is_mostly(image, conversion)``: whether most of an image are numbers that are to be converted
+    so. All of it would be. Asked once for each, before anything is converted.
     """
 
-    def __init__(self, is_mostly: Callable[[Image, str], bool]) -> None:
-        self._is_mostly = is_mostly
+    def __init__(self, is_mostly: Callable[[Image, Conversion], bool]) -> None:
+        self._is_mostly = functools.cache(is_mostly)
+        self._residues = functools.cache(_residues)
         self._variants: dict[tuple[Image, Variant], Image | None] = {}
         self._targets: dict[Image, _Target] = {}
 
-    def image_for(self, image: Image, offset: int, numbers: str) -> tuple[Image, int] | None:
+    def image_for(
+        self, image: Image, offset: int, conversion: Conversion | None
+    ) -> tuple[Image, int] | None:
         """Where the result of a copy of the bytes at ``offset`` lies; None where it must be copied.
 
         Bytes off a 64-byte border of the file, as in most safetensors files, are taken from a
-        second image with the same bytes after some zeros. Numbers of 16 bits for tensors of 32 are
-        taken from one in which they are widened, which is exact. The daemon makes such a variant
-        at the second request for it.
+        second image with the same bytes after some zeros. Numbers for tensors of another dtype are
+        taken from one in which they are converted. The daemon makes such a variant at the second
+        request for it.
         """
-        variant = Variant(-offset % ALIGNMENT_BYTES, numbers)
-        if variant == AS_IS:
+        if conversion is None and offset % ALIGNMENT_BYTES == 0:
             return image, offset
-        # The daemon widens whole numbers only. A variant of a variant would be a third image.
-        if (numbers and offset % 2) or image.original is not None:
+        # Asking takes as long as copying 2 MB.
+        if image.size_bytes < _VARIANTS_FROM_BYTES:
             return None
+        # The daemon converts whole numbers only.
+        if conversion and (
+            offset % conversion.source_bytes or not self._is_mostly(image, conversion)
+        ):
+            return None
+        # A variant of a variant would be a third image; but what load_state_dict has put on an
+        # aligned one may be converted, as the plain one has gone by then.
+        if image.original and not (conversion and image.original.variant.is_shifted):
+            return None
+        lead_bytes = self._lead(image, offset, conversion)
+        if lead_bytes is None:
+            return None
+        variant = Variant(lead_bytes, conversion)
         made = self._variant(image, variant)
         return None if made is None else (made, variant.offset_bytes(offset))
+
+    def _lead(self, image: Image, offset: int, conversion: Conversion | None) -> int | None:
+        """The zeros before a file that align the bytes at ``offset``.
+
+        With a conversion it is best if they align most of the file as on a device. None if they
+        align too little of it.
+        """
+        if conversion is None:
+            return -offset % ALIGNMENT_BYTES
+        period = _period(conversion, ALIGNMENT_BYTES)
+        residues = self._residues(image, conversion)
+        alike = Counter({n: size for n, size in residues.items() if (n - offset) % period == 0})
+        if alike.total() < _LEAST * residues.total():
+            return None
+        for most, _ in residues.most_common(1):
+            if most in alike:
+                return -most % _period(conversion, _OF_DEVICES_BYTES)
+        return -offset % period
 
     def _variant(self, image: Image, variant: Variant) -> Image | None:
         key = (image, variant)
         if key not in self._variants:
             self._variants[key] = None
-            # An ordinary file needs only one. Asking takes as long as copying 2 MB.
-            if (
-                image.size_bytes >= _VARIANTS_FROM_BYTES
-                and sum(each is image for each, _ in self._variants) <= _VARIANTS_LIMIT
-                and (not variant.widened or self._is_mostly(image, variant.widened))
-            ):
-                self._variants[key] = variant_image(image, variant)
+            # An ordinary file needs only one.
+            if sum(each is image for each, _ in self._variants) <= _VARIANTS_LIMIT:
+                made = self._variants[key] = variant_image(image, variant)
+                if made is not None and variant.conversion:
+                    residues = self._residues(image, variant.conversion)
+                    lying = -variant.lead_bytes % _period(variant.conversion, _OF_DEVICES_BYTES)
+                    _for_devices[made] = residues[lying] > _MOSTLY * residues.total()
         return self._variants[key]
 
     def take(self, image: Image, offset: int, size: int) -> torch.UntypedStorage | None:

@@ -8,8 +8,9 @@ compile it although it leaves torch's own code alone.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils import _python_dispatch
@@ -82,7 +83,7 @@ def unseen() -> contextlib.AbstractContextManager[object]:
 
 
 def uncompiled(function: _Function) -> _Function:
-    """Make torch.compile leave ``function`` alone, with all that it calls; return it.
+    """Make torch.compile leave ``function`` alone, with all that it calls; return what to call.
 
     torch.compile leaves torch's own files alone. It would compile each of our functions on the way,
     and warn of those that it cannot compile. ``torch.compiler.disable`` does the same as this, but
@@ -91,4 +92,16 @@ def uncompiled(function: _Function) -> _Function:
     if hasattr(_frames, "_FrameExecStrategy"):
         skip = _frames._FrameAction.SKIP
         _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
-    return function
+        return function
+    if not hasattr(_frames, "skip_code"):
+        return function
+
+    def call(*args: Any, **kwargs: Any) -> Any:  # before torch 2.7, which knows one frame only
+        compiler = _frames.set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _frames.set_eval_frame(compiler)
+
+    _frames.skip_code(call.__code__)
+    return cast(_Function, functools.update_wrapper(call, function))

@@ -6,13 +6,14 @@ identity, ``requires_grad``, hooks, gradients, ``torch.__future__`` settings and
 Ours gives ``_apply`` a function in place of ``fn``. For parameters that could be served, it calls
 ``fn`` under a function mode that answers ``fn``'s call of ``Tensor.to`` or ``Tensor.cuda`` if that
 
-- names a CUDA device, no other dtype, no memory format, no forced copy;
+- names a CUDA device, no memory format, no forced copy, and no other dtype, unless the host tier
+  has converted the numbers before (:mod:`.torch_conversion`);
 - is for a plain leaf parameter, contiguous, of at least 64 KiB, in no optimizer and without
   gradient, not written by its module or one around it
   (:func:`torch_unshare.writes_own_parameters`);
 - has an unwritten source in one host arena.
 
-Torch copies buffers, so they are private. Dtype conversions go torch's way.
+Torch copies buffers, so they are private.
 
 ``Tensor.to`` on a single tensor is left alone. The method of a built-in type can only be replaced
 by a Python function in front of it. Every ``to`` of every tensor would pay for that (some 0.5 us
@@ -40,9 +41,11 @@ from trims_shim.client.arenas import Image
 from trims_shim.client.write_check import WriteCheck
 from trims_shim.patches import torch_device, torch_unshare
 from trims_shim.patches.points import PatchPoint
+from trims_shim.patches.torch_conversion import Conversions, conversions_of
 from trims_shim.patches.torch_copies import is_transformed
 from trims_shim.patches.torch_device import MIN_SHARED_BYTES, DevicePoint, Place
 from trims_shim.patches.torch_device_load import is_of_training
+from trims_shim.patches.torch_mappings import is_for_devices
 from trims_shim.patches.torch_modes import call_under, has_foreign_mode
 
 if TYPE_CHECKING:
@@ -93,8 +96,8 @@ class Sources:
         if found is None:
             return None
         image, offset_bytes = found
-        if image.original is not None and not image.original.variant.is_shifted:
-            torch_device.skip(str(image.original.variant), what="a tensor that is moved")
+        if not is_for_devices(image):
+            torch_device.skip("converted", what="a tensor that is moved")
             return None
         if self._write_check is None:
             self._write_check = WriteCheck()
@@ -104,7 +107,7 @@ class Sources:
         arena = self._arena(image, address - offset_bytes, place)
         if arena is None:
             return None
-        if image.original is not None:
+        if image.original is not None and image.original.variant.is_shifted:
             offset_bytes -= image.original.variant.lead_bytes
         offset = torch_device.record_of(arena, offset_bytes, size_bytes)
         return None if offset is None else (arena, offset)
@@ -153,9 +156,13 @@ def device_tensor(tensor: torch.Tensor, place: Place, sources: Sources) -> torch
 class _Mover:
     """The function that ``_apply`` gets in place of the program's."""
 
-    def __init__(self, function: Callable[[Any], Any], sources: Sources) -> None:
+    def __init__(
+        self, function: Callable[[Any], Any], sources: Sources, module: torch.nn.Module
+    ) -> None:
         self.function = function
         self._sources = sources
+        self._module = module
+        self._conversions: dict[torch.dtype, Conversions | None] = {}
         self._trained: frozenset[int] | None = None
         self._is_watched = is_transformed() or has_foreign_mode()
 
@@ -182,16 +189,38 @@ class _Mover:
         self, tensor: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor | None:
         """Return the result of ``func(tensor, *args, **kwargs)`` on shared memory, or None."""
-        device = _target(tensor, func, args, kwargs)
-        if device is None:
+        target = _target(func, args, kwargs)
+        if target is None:
             return None
+        device, dtype = target
         try:
             place = self._sources.place_of(device)
-            return None if place is None else device_tensor(tensor, place, self._sources)
+            found = None if place is None else self._converted(tensor, dtype)
+            if place is None or found is None:
+                return None
+            moved = device_tensor(found, place, self._sources)
+            if moved is None and found is not tensor:  # already converted, it is only copied
+                moved = func(found, *args, **kwargs)
+            return moved
         # Border: torch copies instead.
         except Exception as error:
             torch_device.skip.error(error, what="torch.nn.Module.to")
             return None
+
+    def _converted(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor | None:
+        """The tensor in a dtype, in host memory of the shim; None if only torch can convert it."""
+        if dtype is None or dtype is tensor.dtype:
+            return tensor
+        if dtype not in self._conversions:
+            self._conversions[dtype] = conversions_of(self._module, dtype)
+        conversions = self._conversions[dtype]
+        return None if conversions is None else conversions.converted(tensor)
+
+    def end(self) -> None:
+        """Close what was opened for conversions."""
+        for each in self._conversions.values():
+            if each is not None:
+                each.end()
 
 
 class _Copier:
@@ -224,9 +253,12 @@ class _ToMode(TorchFunctionMode):
 
 
 def _target(
-    tensor: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> torch.device | None:
-    """Return the CUDA device to which a call of ``to`` or ``cuda`` moves, if it does only that."""
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.device, torch.dtype | None] | None:
+    """The CUDA device to which a call of ``to`` or ``cuda`` moves, and the dtype that it names.
+
+    None if it does more than that.
+    """
     names = ("device", "non_blocking") if func is _CUDA else ("device", "dtype", "non_blocking")
     if len(args) > len(names) or set(names[: len(args)]) & kwargs.keys():
         return None
@@ -235,9 +267,8 @@ def _target(
         return None
     if call.get("copy") or call.get("memory_format") not in _FORMATS:
         return None
-    if call.get("dtype") not in (None, tensor.dtype):
-        return None
-    return cuda_device(call.get("device"), is_default=func is _CUDA)
+    device = cuda_device(call.get("device"), is_default=func is _CUDA)
+    return None if device is None else (device, call.get("dtype"))
 
 
 def cuda_device(device: Any, *, is_default: bool = False) -> torch.device | None:
@@ -266,7 +297,11 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(fn, (_Mover, _Copier)):
             return original(self, fn, *args, **kwargs)
         with Sources() as sources:
-            return original(self, _Mover(fn, sources), *args, **kwargs)
+            mover = _Mover(fn, sources, self)
+            try:
+                return original(self, mover, *args, **kwargs)
+            finally:
+                mover.end()
 
     return _apply
 

@@ -1,7 +1,8 @@
 """A stack of tensors without the copy that ``torch.stack`` makes.
 
 Where all the tensors are unwritten and of one image, their stack is taken from an image of just
-these pieces of it, one after the other (:class:`~trims_shim.specs.Variant`).
+these pieces of it, one after the other (:class:`~trims_shim.specs.Variant`). That image may be one
+of converted numbers itself.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from trims_shim.client.write_check import WriteCheck
 from trims_shim.patches.asking import variant_image
 from trims_shim.patches.torch_copies import is_watched
 from trims_shim.patches.torch_mappings import FreshMappings, count_error
+from trims_shim.patches.torch_modes import has_foreign_mode
 from trims_shim.patches.torch_storage import tensor_over
 from trims_shim.specs import PIECES_LIMIT, Variant
 
-__all__ = ["are_alike", "stacked"]
+__all__ = ["are_alike", "is_stackable", "stacked"]
 
 _MIN_SIZE_BYTES = 8 << 20
 """Of a stack. Each is an image, with a lease and a descriptor in every process."""
@@ -40,12 +42,17 @@ def are_alike(tensors: Sequence[Any]) -> bool:
     )
 
 
+def is_stackable(tensor: Any) -> bool:
+    """Whether a tensor may be of a stack that takes no copy: in memory of an image."""
+    return are_alike([tensor]) and arenas.find(tensor.data_ptr(), tensor.nbytes) is not None
+
+
 def stacked(tensors: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor | None:
     """Return tensors that :func:`are_alike` behind each other, as one of this shape; None where
     they have to be copied.
     """
     try:
-        return None if is_watched() else _stacked(tensors, shape)
+        return None if is_watched(has_foreign_mode) else _stacked(tensors, shape)
     # Border: torch stacks them.
     except Exception as error:
         count_error(error, "stack")
@@ -63,10 +70,10 @@ def _stacked(tensors: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Ten
     if len(places) < len(tensors) or len(images) > 1:
         return None
     image = images.pop()
-    if image.original is not None or total_bytes > image.size_bytes:
+    if (image.original and image.original.variant.pieces) or total_bytes > image.size_bytes:
         return None
     offsets = tuple(offset for _, offset in places)
-    made = variant_image(image, Variant(0, "", piece_bytes, offsets))
+    made = variant_image(image, Variant(0, None, piece_bytes, offsets))
     if made is None:
         return None
     with WriteCheck() as check:

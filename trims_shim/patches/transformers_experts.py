@@ -5,7 +5,7 @@ a layer (``MergeModulelist``), and puts two such stacks side by side (``Concaten
 expert's rows of the one come before its rows of the other. Either result is the files' tensors one
 behind the other, which an image can hold (:mod:`.torch_stacking`).
 
-A first stack that is only put beside another is not made: :class:`_Unstacked` stands for it.
+It is taken as soon as the experts of a layer are read. Operations let it through.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextvars
 import functools
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -23,100 +24,148 @@ from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.torch_mappings import count_error
 from trims_shim.patches.torch_stacking import are_alike, stacked
 
-__all__ = ["POINTS"]
+__all__ = ["POINTS", "Placement", "is_stacking", "placement"]
 
-_operations: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar(
-    "trims_shim_operations", default=()
+
+class Placement:
+    """Where the parameters of a load go that are stacked in host memory first.
+
+    Args:
+        device_map: The load's: devices by the names of modules.
+        names: Parts of the names of such parameters.
+        share: Returns a tensor on a device, over memory of all processes, or None.
+    """
+
+    def __init__(
+        self,
+        device_map: dict[str, Any],
+        names: list[str],
+        share: Callable[[torch.Tensor, Any], torch.Tensor | None],
+    ) -> None:
+        self._device_map = device_map
+        self._names = names
+        self._share = share
+
+    def takes(self, name: str) -> bool:
+        """Whether a parameter is such a one."""
+        return any(part in name for part in self._names)
+
+    def moved(
+        self, name: str, stack: torch.Tensor | None, lists: dict[str, Any], n_threads: int
+    ) -> torch.Tensor | None:
+        """Return the stack of a parameter on its device. If it would have to be copied, None: then
+        the lists are there, for transformers to stack.
+        """
+        device = core.get_device(self._device_map, name)
+        if device == "disk" or str(device) == "cpu":
+            return stack
+        if stack is not None:
+            stack = self._share(stack, device)
+        if stack is None:
+            _move(lists, device, n_threads)
+        return stack
+
+
+placement: contextvars.ContextVar[Placement | None] = contextvars.ContextVar(
+    "trims_shim_placement", default=None
 )
-"""Of the converter that is at work."""
+"""Of the load that this thread is in."""
 
 
-class _Unstacked(list[Any]):
-    """Tensors that are alike, instead of their stack."""
+class _Stacked:
+    """Experts that are stacked before the operations which would do it."""
+
+    def __init__(self, tensor: torch.Tensor, last: Any) -> None:
+        self.tensor = tensor
+        self.last = last  # of the operations
 
 
-def _wrap_convert(original: Callable[..., Any]) -> Callable[..., Any]:
+def is_stacking(converter: Any) -> bool:
+    """Whether all that a converter does is to stack tensors, for one parameter."""
+    merge, *others = converter.operations
+    return (
+        type(converter) is core.WeightConverter
+        and len(converter.target_patterns) == 1
+        and type(merge) is core.MergeModulelist
+        and merge.dim == 0
+        and (not others or [type(each) for each in others] == [core.Concatenate])
+        and all(each.dim == 1 for each in others)
+    )
+
+
+def _wrap_materialize(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _operations.set(tuple(self.operations) if patches.active() else ())
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            _operations.reset(token)
+    def materialize_tensors(self: Any) -> Any:
+        target, name = placement.get(), next(iter(self.layer_targets), "")
+        is_placed = target is not None and target.takes(name)
+        is_threaded = is_placed and isinstance(
+            next(iter(self.collected_tensors.values()))[0], Future
+        )
+        lists = original(self)
+        stack = _stack(self, lists) if patches.active() else None
+        if target is not None and is_placed:
+            n_threads = core.GLOBAL_WORKERS if is_threaded else 1
+            stack = target.moved(name, stack, lists, n_threads)
+        return lists if stack is None else {"": _Stacked(stack, self.operations[-1])}
 
-    return convert
+    return materialize_tensors
 
 
-def _wrap_merge(original: Callable[..., Any]) -> Callable[..., Any]:
+def _move(lists: dict[str, list[torch.Tensor]], device: Any, n_threads: int) -> None:
+    """Move tensors to their device, with as many threads as transformers takes for it."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device)
+
+    with ThreadPoolExecutor(n_threads) as pool:
+        for name, tensors in list(lists.items()):
+            lists[name] = list((pool.map if n_threads > 1 else map)(move, tensors))
+
+
+def _stack(converter: Any, lists: dict[str, Any]) -> torch.Tensor | None:
+    """What a converter makes of the tensors of its patterns, if that takes no copy now."""
+    try:
+        if not hasattr(converter, "operations") or not is_stacking(converter):
+            return None
+        patterns = converter.source_patterns
+        if lists.keys() != set(patterns) or (len(lists) > 1) != (len(converter.operations) > 1):
+            return None
+        found = [lists[each] for each in dict.fromkeys(patterns)]
+        first = found[0]
+        if any(type(each) is not list or len(each) != len(first) for each in found):
+            return None
+        tensors = [each[number] for number in range(len(first)) for each in found]
+        if not are_alike(tensors) or (len(found) > 1 and first[0].dim() == 0):
+            return None
+        shape = first[0].shape
+        if len(found) > 1:
+            shape = torch.Size((len(found) * shape[0], *shape[1:]))
+        return stacked(tensors, (len(first), *shape))
+    # Border: tensors that do not even tell their shape are transformers' business.
+    except Exception as error:
+        count_error(error, "stack")
+        return None
+
+
+def _wrap_operation(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def convert(
         self: Any, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any
     ) -> Any:
-        try:
-            merged = _merged(self, input_dict, target_patterns)
-        # Border: tensors that do not even tell their shape are transformers' business.
-        except Exception as error:
-            count_error(error, "stack")
-            merged = None
-        if merged is None:
+        stack = input_dict.get("") if type(input_dict) is dict else None
+        if type(stack) is not _Stacked:
             return original(self, input_dict, source_patterns, target_patterns, **kwargs)
-        input_dict.clear()
-        return merged
+        return {target_patterns[0]: stack.tensor} if stack.last is self else input_dict
 
     return convert
-
-
-def _merged(merge: Any, lists: dict[str, Any], target_patterns: list[str]) -> dict[str, Any] | None:
-    """What ``MergeModulelist`` returns, by its names, if that takes no copy now."""
-    first, *others = _operations.get() or (None,)
-    if first is not merge or type(merge) is not core.MergeModulelist or merge.dim != 0:
-        return None
-    if not all(type(each) is list and each and are_alike(each) for each in lists.values()):
-        return None
-    if not others and len(lists) == len(target_patterns) == 1:
-        (tensors,) = lists.values()
-        stack = stacked(tensors, (len(tensors), *tensors[0].shape))
-        return None if stack is None else {target_patterns[0]: stack}
-    if [type(each) for each in others] == [core.Concatenate] and others[0].dim == 1:
-        return {name: _Unstacked(each) for name, each in lists.items()} if len(lists) > 1 else None
-    return None
-
-
-def _wrap_concatenate(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def convert(
-        self: Any, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any
-    ) -> Any:
-        stacks = [input_dict[each] for each in dict.fromkeys(source_patterns) if each in input_dict]
-        if not any(type(each) is _Unstacked for each in stacks):
-            return original(self, input_dict, source_patterns, target_patterns, **kwargs)
-        result = _side_by_side(stacks) if len(target_patterns) == 1 else None
-        if result is not None:
-            input_dict.clear()
-            return {target_patterns[0]: result}
-        del stacks  # Each list goes when it is stacked: it may be in memory of its own.
-        for pattern in input_dict:
-            if type(input_dict[pattern]) is _Unstacked:
-                input_dict[pattern] = torch.stack(input_dict[pattern], dim=0)
-        return original(self, input_dict, source_patterns, target_patterns, **kwargs)
-
-    return convert
-
-
-def _side_by_side(stacks: list[Any]) -> torch.Tensor | None:
-    """Concatenate stacks of matrices by dimension 1, if they are alike."""
-    if not all(type(each) is _Unstacked and len(each) == len(stacks[0]) for each in stacks):
-        return None
-    first = stacks[0][0]
-    if first.dim() == 0 or not are_alike([each[0] for each in stacks]):
-        return None
-    tensors = [stack[number] for number in range(len(stacks[0])) for stack in stacks]
-    shape = (len(stacks[0]), len(stacks) * first.shape[0], *first.shape[1:])
-    return stacked(tensors, shape)
 
 
 POINTS: tuple[PatchPoint, ...] = (
-    PatchPoint("transformers.core_model_loading:WeightConverter.convert", "5.0+", _wrap_convert),
-    PatchPoint("transformers.core_model_loading:MergeModulelist.convert", "5.0+", _wrap_merge),
-    PatchPoint("transformers.core_model_loading:Concatenate.convert", "5.0+", _wrap_concatenate),
+    PatchPoint(
+        "transformers.core_model_loading:WeightTransform.materialize_tensors",
+        "5.0+",
+        _wrap_materialize,
+    ),
+    PatchPoint("transformers.core_model_loading:MergeModulelist.convert", "5.0+", _wrap_operation),
+    PatchPoint("transformers.core_model_loading:Concatenate.convert", "5.0+", _wrap_operation),
 )

@@ -9,8 +9,13 @@ that device (:data:`.safetensors_device.destination`) and are not loaded into ho
 has, and keep it. It is left out where tensors come from shared memory. Large buffers become private
 when they are put into the model, since modules write buffers.
 
-A model that transformers puts together from the file's tensors, as it stacks experts, is left to
-it: the device would have to hold the file's image beside the result.
+A model of another dtype than its files is read through the host tier, which converts it once for
+all (:mod:`.transformers_dtype`): the device would have to hold both. So the tensors of such a model
+that keep their dtype are copied.
+
+A model that transformers puts together from the file's tensors is left to it: the device would have
+to hold the file's image beside the result. Only stacks of experts, which are nearly all of such a
+model, are put together in the host tier (:mod:`.transformers_experts`) and shared from there.
 """
 
 from __future__ import annotations
@@ -29,7 +34,10 @@ from trims_shim.patches.points import PatchPoint
 from trims_shim.patches.safetensors_device import DeferredSlice, destination
 from trims_shim.patches.torch_device import DevicePoint, Place
 from trims_shim.patches.torch_module_move import Sources, cuda_device, device_tensor, is_movable
+from trims_shim.patches.torch_stacking import is_stackable
 from trims_shim.patches.torch_unshare import unshare_buffer
+from trims_shim.patches.transformers_dtype import ConvertedEntry, is_converted
+from trims_shim.patches.transformers_experts import Placement, is_stacking, placement
 
 __all__ = ["POINTS"]
 
@@ -37,16 +45,39 @@ __all__ = ["POINTS"]
 def _wrap_materialize(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _materialize_copy(tensor: Any, device: Any = None, dtype: Any = None) -> Any:
-        place = _place(device) if patches.active() and not torch_device.is_private() else None
+        may_share = not _converting
+        if type(tensor) is ConvertedEntry:
+            tensor = tensor[...]  # once: it gives the converted memory away
+            may_share = type(tensor) is torch.Tensor and tensor.dtype is dtype
+        may_share = may_share and patches.active() and not torch_device.is_private()
+        place = _place(device) if may_share else None
         moved = None if place is None else _on_device(tensor, dtype, place)
-        return original(tensor, device, dtype) if moved is None else moved
+        result = original(tensor, device, dtype) if moved is None else moved
+        # Unless it is in an image, host memory would fill: threads read faster than experts leave.
+        if type(device) is _HostFirst and not is_stackable(result):
+            return result.to(device.then)
+        return result
 
     return _materialize_copy
 
 
+class _HostFirst(str):
+    """The CPU, for a tensor that goes on from there."""
+
+    then: Any
+
+    def __new__(cls, then: Any) -> _HostFirst:
+        self = super().__new__(cls, "cpu")
+        self.then = then
+        return self
+
+
+_ARGUMENTS = ("model", "state_dict", "checkpoint_files", "load_config")
 _PLAIN_NAME = re.compile(r"[\w.]+")
 _assembling: set[object] = set()
 """Loads under way of models that are put together. Threads of a load do not know which it is."""
+_converting: set[object] = set()
+"""Loads under way of models that get another dtype than their files have."""
 
 
 def _place(device: Any) -> Place | None:
@@ -63,40 +94,68 @@ def _on_device(source: Any, dtype: Any, place: Place) -> torch.Tensor | None:
         tensor = source[...]
         if type(tensor) is not torch.Tensor or dtype not in (None, tensor.dtype):
             return None
-        if not is_movable(tensor):
-            return None
-        with Sources() as sources:
-            return device_tensor(tensor, place, sources)
+        return _shared(tensor, place)
     # Border: transformers loads it itself, and raises an error of its own if it fails too.
     except Exception as error:
         torch_device.skip.error(error, what="transformers")
         return None
 
 
+def _shared(tensor: torch.Tensor, place: Place) -> torch.Tensor | None:
+    if not is_movable(tensor):
+        return None
+    with Sources() as sources:
+        return device_tensor(tensor, place, sources)
+
+
+def _share_stack(stack: torch.Tensor, device: Any) -> torch.Tensor | None:
+    try:
+        place = _place(device)
+        return None if place is None else _shared(stack, place)
+    # Border: as above.
+    except Exception as error:
+        torch_device.skip.error(error, what="transformers")
+        return None
+
+
 def _wrap_load(original: Any) -> Any:
-    inner: Callable[..., Any] = original.__func__ if hasattr(original, "__func__") else original
+    kind = type(original)  # a static method; before transformers 5.1, one of the class
+    inner: Callable[..., Any] = original.__func__
+    names = ("cls", *_ARGUMENTS) if kind is classmethod else _ARGUMENTS
 
     @functools.wraps(inner)
     def _load_pretrained_model(*args: Any, **kwargs: Any) -> Any:
-        load_config = args[3] if len(args) > 3 else kwargs.get("load_config")
+        call = {**dict(zip(names, args, strict=False)), **kwargs}
+        files, load_config = call.get("checkpoint_files"), call.get("load_config")
+        index, is_changed, stacks = None, False, None
         try:
-            is_assembled = _is_assembled(args[0] if args else kwargs.get("model"), load_config)
+            is_assembled = _is_assembled(call.get("model"), load_config)
+            if patches.active():
+                places = _places(load_config)
+                if is_assembled:
+                    stacks = _placement(load_config) if any(places) else None
+                else:
+                    is_changed = any(places) and _is_changed(load_config, files)
+                    index = None if is_changed else _sole_device(places)
         # Border: transformers has its own words for it.
         except Exception as error:
             torch_device.skip.error(error, what="transformers")
             is_assembled = True
-        may_share = patches.active() and not is_assembled
-        token = destination.set(_sole_device(load_config) if may_share else None)
+        tokens = destination.set(index), placement.set(stacks)
         load = object()
         try:
             if is_assembled:
                 _assembling.add(load)
+            if is_changed:
+                _converting.add(load)
             return inner(*args, **kwargs)
         finally:
             _assembling.discard(load)
-            destination.reset(token)
+            _converting.discard(load)
+            placement.reset(tokens[1])
+            destination.reset(tokens[0])
 
-    return staticmethod(_load_pretrained_model)
+    return kind(_load_pretrained_model)
 
 
 def _is_assembled(model: Any, load_config: Any) -> bool:
@@ -115,22 +174,63 @@ def _is_assembled(model: Any, load_config: Any) -> bool:
     return any(part in name for part in made for name in names)
 
 
-def _sole_device(load_config: Any) -> int | None:
-    """Return the number of the one CUDA device to which a whole model goes unchanged, or None."""
+def _placement(load_config: Any) -> Placement | None:
+    """Return where experts go that are stacked; None for a model without such.
+
+    Each process reads others of a model that is split among processes, and copies parts of them.
+    """
+    if getattr(load_config, "device_mesh", None) is not None:
+        return None
+    names = [
+        each.target_patterns[0]
+        for each in load_config.weight_mapping
+        if hasattr(each, "operations")
+        and is_stacking(each)
+        and not getattr(each, "force_cpu", False)
+        and _PLAIN_NAME.fullmatch(each.target_patterns[0])
+    ]
+    return Placement(load_config.device_map, names, _share_stack) if names else None
+
+
+def _wrap_get_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_device(device_map: Any, param_name: Any, valid_torch_device: Any = False) -> Any:
+        device, stacks = original(device_map, param_name, valid_torch_device), placement.get()
+        if valid_torch_device and stacks is not None and stacks.takes(param_name):
+            return _HostFirst(device)  # What makes the parameter of the experts moves it.
+        return device
+
+    return get_device
+
+
+def _places(load_config: Any) -> list[Place | None]:
+    """Return where each part of a model goes; None for other than CUDA devices.
+
+    Empty for models whose weights are not moved as they are.
+    """
     device_map = getattr(load_config, "device_map", None)
-    if type(device_map) is not dict or not device_map or torch_device.is_private():
-        return None
+    if type(device_map) is not dict or torch_device.is_private():
+        return []
     if getattr(load_config, "hf_quantizer", 0) is not None:
-        return None
-    places = [_place(device) for device in device_map.values()]
-    first = places[0]
+        return []
+    return [_place(device) for device in device_map.values()]
+
+
+def _is_changed(load_config: Any, files: Any) -> bool:
+    """Whether a model gets another dtype than its files have, which are taken as alike."""
+    return bool(files) and is_converted(files[0], load_config.dtype)
+
+
+def _sole_device(places: list[Place | None]) -> int | None:
+    """Return the number of the one CUDA device to which a whole model goes, or None."""
+    first = places[0] if places else None
     return first.index if first is not None and all(each == first for each in places) else None
 
 
 def _wrap_warmup(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def caching_allocator_warmup(*args: Any, **kwargs: Any) -> Any:
-        may_share = patches.active() and not _assembling
+        may_share = patches.active() and not (_assembling and placement.get() is None)
         if may_share and len(args) == 3 and args[2] is None and _is_served(args[1]):
             diagnostics.count("skipped", "caching_allocator_warmup")
             return None
@@ -166,4 +266,5 @@ POINTS: tuple[PatchPoint, ...] = (
     ),
     DevicePoint("transformers.modeling_utils:caching_allocator_warmup", "5.0+", _wrap_warmup),
     DevicePoint("transformers.core_model_loading:set_param_for_module", "5.0+", _wrap_set_param),
+    DevicePoint("transformers.core_model_loading:get_device", "5.0+", _wrap_get_device),
 )

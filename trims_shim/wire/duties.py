@@ -38,6 +38,7 @@ class PlanUploadRequest(NamedTuple):
     """Carries the source, a file or host segment of ``size_bytes``; answered by PlanUploadReply.
 
     ``limit_bytes``: the device memory that may be used. ``is_hashed``: compute the digest.
+    ``is_numbers``: it is no model file, and copied as it is.
     """
 
     job: int
@@ -45,6 +46,7 @@ class PlanUploadRequest(NamedTuple):
     limit_bytes: int
     is_hashed: bool
     name: str
+    is_numbers: bool = False
 
 
 class PlanUploadReply(NamedTuple):
@@ -97,13 +99,15 @@ class DownloadRequest(NamedTuple):
 
     Followed by UploadPart packets: the outline (part 0), the allocations, and last the writable
     host segment. Answered by UploadReply with the digest of the written bytes. If the uploader made
-    the allocations, ``memory`` is the job that made them, and they do not follow.
+    the allocations, ``memory`` is the job that made them, and they do not follow. ``is_numbers`` as
+    when it was uploaded.
     """
 
     job: int
     size_bytes: int
     allocations: tuple[int, ...]
     memory: int = 0
+    is_numbers: bool = False
 
 
 class CopyImageRequest(NamedTuple):
@@ -111,13 +115,14 @@ class CopyImageRequest(NamedTuple):
 
     Followed by UploadPart packets: the image's outline (part 0), its allocations, and as many new
     ones of the same sizes. Answered by UploadReply; with ``is_hashed``, its digest is of the bytes
-    read back from the new ones.
+    read back from the new ones. ``is_numbers`` as when it was uploaded.
     """
 
     job: int
     size_bytes: int
     allocations: tuple[int, ...]
     is_hashed: bool
+    is_numbers: bool = False
 
 
 class JobRelease(NamedTuple):

@@ -22,10 +22,10 @@ from typing import NamedTuple
 from trims_shim.specs import Identity, Variant
 
 __all__ = [
-    "ALIGNMENT_BYTES",
     "CONTROL_MESSAGE_LIMIT_BYTES",
     "COUNTER_NAME_LIMIT",
     "HANDOVER_PACKET_LIMIT_BYTES",
+    "LEAD_LIMIT_BYTES",
     "NAME_LIMIT_BYTES",
     "PROTOCOL_VERSION",
     "DeviceGrant",
@@ -49,14 +49,15 @@ __all__ = [
     "Welcome",
 ]
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """Raised with every change that an older peer would misread; tests/wire guards the golden bytes."""
 
 CONTROL_MESSAGE_LIMIT_BYTES = 1 << 20
 """Longest control message: a status reply of some thousand images; requests are far smaller."""
 
-ALIGNMENT_BYTES = 64
-"""The zeros before a file's bytes in an image (``lead_bytes``) are fewer than this."""
+LEAD_LIMIT_BYTES = 1024
+"""The zeros before a file's bytes in an image (``lead_bytes``) are fewer than this: they bring
+results of a conversion from 32 to 16 bits to a multiple of 512."""
 
 HANDOVER_PACKET_LIMIT_BYTES = 16384
 """Longest handover packet. A longer OpenPreparedRequest takes the control channel."""
@@ -84,8 +85,9 @@ class FileOffer(NamedTuple):
 
     With a ``tier``, which is ``host`` or the id of a device, it asks for the image of the file: one
     that is resident there is leased at once; answered by OfferReply. On the host tier it may be a
-    ``variant`` of the file, with fewer than 64 ``lead_bytes`` (even where numbers are widened), or
-    of pieces that are together no longer than the file.
+    ``variant`` of the file: with fewer than 1024 ``lead_bytes``, or of pieces that are together no
+    longer than the file. What is converted begins at multiples of a number's size. A device holds
+    a file by its tensors, or, as a variant, in one piece.
     ``name`` is for people, and may be cut short to fit the packet.
     """
 

@@ -348,6 +348,7 @@ class DeviceLoader(Loads[DeviceSegment]):
             limit_bytes=limit_bytes,
             is_hashed=not load.digest,
             name=name,
+            is_numbers=not load.opening.variant.is_shifted,
         )
         on_progress = load.meter.from_here()
         # A sign of life: starting an uploader took time, and making its context will take more.
@@ -457,6 +458,7 @@ class DeviceLoader(Loads[DeviceSegment]):
                 allocations=segment.allocations,
                 descriptors=segment.descriptors,
                 memory=segment.job,
+                is_numbers=segment.is_numbers,
             )
         return reply.digest
 

@@ -99,6 +99,7 @@ class PeerCopies:
                 size_bytes=source.size_bytes,
                 is_hashed=is_hashed,
                 on_progress=on_progress,
+                is_numbers=source.is_numbers,
             )
         if is_hashed and reply.digest != image.digest:
             raise _Damaged(

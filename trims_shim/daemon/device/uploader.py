@@ -32,13 +32,14 @@ from trims_shim.daemon.logs import log_to
 from trims_shim.errors import (
     DriverFailure,
     FileChanged,
+    FormatError,
     NoSpace,
     ReadFailed,
     TrimsError,
     UnsupportedFormat,
     WireError,
 )
-from trims_shim.formats.device_layout import DeviceLayout, layout_of
+from trims_shim.formats.device_layout import DeviceLayout, layout_of, layout_of_numbers
 from trims_shim.memory import copying, peer_copy
 from trims_shim.memory.device import DeviceAllocation, DeviceMemory, map_allocations
 from trims_shim.memory.driver import OUT_OF_MEMORY, driver
@@ -96,7 +97,9 @@ def plan(source: int, request: duties.PlanUploadRequest) -> DeviceLayout:
     when it has become shorter; ReadFailed.
     """
     _await_answer(source, request)
-    layout = _layout(source, request.size_bytes, request.name)
+    if request.is_numbers:
+        _refuse_model(source, request)
+    layout = _layout(source, request.size_bytes, request.name, is_numbers=request.is_numbers)
     outline_bytes = sum(span.size_bytes for span in layout.outline())
     if layout.size_bytes > request.limit_bytes:
         raise UnsupportedFormat(
@@ -106,6 +109,15 @@ def plan(source: int, request: duties.PlanUploadRequest) -> DeviceLayout:
     if outline_bytes > max(layout.size_bytes, _OUTLINE_FLOOR_BYTES):
         raise UnsupportedFormat(f"{request.name}: most of it ({outline_bytes} bytes) is no tensor")
     return layout
+
+
+def _refuse_model(source: int, request: duties.PlanUploadRequest) -> None:
+    """Raise UnsupportedFormat if numbers are a model file: all who load it would get numbers."""
+    try:
+        _layout(source, request.size_bytes, request.name, is_numbers=False)
+    except FormatError:
+        return
+    raise UnsupportedFormat(f"{request.name} is a model file; a device holds it by its tensors")
 
 
 def _await_answer(source: int, request: duties.PlanUploadRequest) -> None:
@@ -120,7 +132,9 @@ def _await_answer(source: int, request: duties.PlanUploadRequest) -> None:
         raise ReadFailed(f"{request.name}: {error}") from error
 
 
-def _layout(descriptor: int, size_bytes: int, name: str) -> DeviceLayout:
+def _layout(descriptor: int, size_bytes: int, name: str, *, is_numbers: bool) -> DeviceLayout:
+    if is_numbers:
+        return layout_of_numbers(size_bytes)
     try:
         mapping = mmap.mmap(descriptor, size_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ)
     except ValueError as error:
@@ -271,7 +285,8 @@ class _Jobs:
             driver().synchronize(index)
             # What was read has to match the plan, because clients compute the layout again. Not
             # by fingerprints: whoever writes the file could make two layouts of one fingerprint.
-            if _layout(outline, layout.file_bytes, request.name) != layout:
+            name, is_numbers = request.name, request.is_numbers
+            if _layout(outline, layout.file_bytes, name, is_numbers=is_numbers) != layout:
                 raise FileChanged(f"{request.name} changed while it was being read; load it again")
         made = self._memory.get(request.job)
         if made is None:
@@ -369,9 +384,10 @@ class _Jobs:
 
         ``done_bytes``: the job's progress so far.
         """
+        what, is_numbers = "the image's outline", request.is_numbers
         return copying.download(
             outline,
-            _layout(outline, request.size_bytes, "the image's outline"),
+            _layout(outline, request.size_bytes, what, is_numbers=is_numbers),
             address,
             target,
             device_index=driver().index_of(self._device),

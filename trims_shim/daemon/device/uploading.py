@@ -261,11 +261,18 @@ class Job:
         self._is_blamed = False
 
     def plan(
-        self, source: int, *, size_bytes: int, limit_bytes: int, is_hashed: bool, name: str
+        self,
+        source: int,
+        *,
+        size_bytes: int,
+        limit_bytes: int,
+        is_hashed: bool,
+        name: str,
+        is_numbers: bool = False,
     ) -> duties.PlanUploadReply:
         """Have a source parsed. Raises FormatError, FileChanged, DriverFailure..."""
         request = duties.PlanUploadRequest(
-            self.number, size_bytes, limit_bytes, is_hashed, handover.clipped(name)
+            self.number, size_bytes, limit_bytes, is_hashed, handover.clipped(name), is_numbers
         )
         is_alone = self._parsing.acquire(timeout=_PARSING_PATIENCE_S)
         try:
@@ -309,9 +316,10 @@ class Job:
         allocations: tuple[int, ...],
         descriptors: tuple[int, ...],
         memory: int,
+        is_numbers: bool = False,
     ) -> duties.UploadReply:
         """Write an image back to ``target``; ``memory`` is the job that made its memory, or 0."""
-        request = duties.DownloadRequest(self.number, size_bytes, allocations, memory)
+        request = duties.DownloadRequest(self.number, size_bytes, allocations, memory, is_numbers)
         self._send(request)
         self._send_parts(outline, *descriptors, target)
         return self._wait(duties.UploadReply, _ignore)
@@ -325,9 +333,12 @@ class Job:
         size_bytes: int,
         is_hashed: bool,
         on_progress: Callable[[int], None],
+        is_numbers: bool = False,
     ) -> duties.UploadReply:
         """Copy an image from the allocations of another device to equal ones of this one."""
-        request = duties.CopyImageRequest(self.number, size_bytes, memory.allocations, is_hashed)
+        request = duties.CopyImageRequest(
+            self.number, size_bytes, memory.allocations, is_hashed, is_numbers
+        )
         self._send(request)
         self._send_parts(outline, *source, *memory.descriptors)
         return self._wait(duties.UploadReply, on_progress)
